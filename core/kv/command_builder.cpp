@@ -61,13 +61,14 @@ std::vector<LayerGroup> layer_groups_of(const Layout& layout, uint32_t layers_to
 CommandBuilder::CommandBuilder(Direction direction, const PageForms& forms,
                                std::shared_ptr<const Layout> layout,
                                std::shared_ptr<const std::vector<LayerGroup>> layer_groups,
-                               std::span<const int64_t> blocks, std::vector<Row> rows, Seams seams)
+                               std::span<const int64_t> blocks, std::span<const Row> rows,
+                               Seams seams)
     : direction_(direction),
       forms_(forms),
       layout_(std::move(layout)),
       layer_groups_(std::move(layer_groups)),
       blocks_(blocks),
-      rows_(std::move(rows)),
+      rows_(rows),
       seams_(seams) {
   if (blocks_.empty()) stop();
 }

@@ -94,10 +94,10 @@ struct PageCopies {
 
 class CommandBuilder {
  public:
-  // `blocks` has to live as long; it is as long as `rows`.
+  // `blocks` and `rows` have to live as long; there are as many.
   CommandBuilder(Direction direction, const PageForms& forms, std::shared_ptr<const Layout> layout,
                  std::shared_ptr<const std::vector<LayerGroup>> layer_groups,
-                 std::span<const int64_t> blocks, std::vector<Row> rows, Seams seams = {});
+                 std::span<const int64_t> blocks, std::span<const Row> rows, Seams seams = {});
 
   bool ended() const { return layer_group_ == layer_groups_->size(); }
   uint32_t layer_group() const { return static_cast<uint32_t>(layer_group_); }  // the next part's
@@ -157,7 +157,7 @@ class CommandBuilder {
   const std::shared_ptr<const Layout> layout_;
   const std::shared_ptr<const std::vector<LayerGroup>> layer_groups_;
   const std::span<const int64_t> blocks_;
-  const std::vector<Row> rows_;
+  const std::span<const Row> rows_;
   const Seams seams_;
   size_t layer_group_ = 0;
   size_t next_ = 0;  // block of the layer group

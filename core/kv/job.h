@@ -16,6 +16,7 @@
 #include "core/base/error.h"
 #include "core/base/threads.h"
 #include "core/kv/command_builder.h"
+#include "core/kv/spare.h"
 
 namespace offcore::kv {
 
@@ -40,6 +41,7 @@ struct JobQueue {
   std::condition_variable changed;  // those who wait for jobs
   std::deque<std::shared_ptr<Job>> inbox;
   uint64_t under_way = 0;  // jobs that have not ended
+  SpareLists spare;        // of ended jobs, with a mutex of its own
   std::atomic<bool> closing{false};
   bool cancel_all = false;
   bool ended = false;                // the worker is through
@@ -54,11 +56,9 @@ struct JobQueue {
   const int64_t spin_ns = usable_cores() >= kCoresMany ? 20'000'000 : 200'000;
 };
 
-struct TransferRequest {
+struct TransferRequest : JobLists {  // `rows`: where the slots lie, once they are pinned
   Direction direction = Direction::load;
   uint32_t group = 0;
-  std::vector<int64_t> blocks;
-  std::vector<int64_t> slots;
   int32_t priority = 0;
   uint32_t layers_together = 0;  // 0: all
   std::unique_ptr<Mark> after = nullptr;
@@ -86,6 +86,9 @@ struct JobReport {
 class Job {
  public:
   Job(std::shared_ptr<JobQueue> queue, TransferRequest request);
+  ~Job() { queue_->spare.put(std::move(request_)); }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
 
   bool done() const { return ended_.load(std::memory_order_acquire); }
   // Throws timeout, and what the job failed with.

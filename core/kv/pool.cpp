@@ -339,11 +339,11 @@ std::pair<std::byte*, std::shared_ptr<void>> HostPool::row(int64_t slot) const {
   return {chunk.at(static_cast<uint64_t>(slot)), chunk.share.owner};
 }
 
-std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct,
-                               const RowPlaces& places) {
+void HostPool::pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places,
+                   std::vector<Row>& rows) {
   const PoolLock lock = enter();
   check(slots, distinct, places.blocks);
-  std::vector<Row> rows;
+  rows.clear();
   rows.reserve(slots.size());
   const Chunk* chunk = nullptr;
   each_place(slots, places.blocks, [&](int64_t, uint64_t slot, uint32_t place) {
@@ -353,7 +353,6 @@ std::vector<Row> HostPool::pin(std::span<const int64_t> slots, bool distinct,
                     .place = place});
     pinned_ += slots_[slot].users++ == 0;
   });
-  return rows;
 }
 
 void HostPool::unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept {
@@ -400,17 +399,13 @@ void HostPool::check_taken(int64_t number, uint64_t row, uint32_t row_blocks) co
 }
 
 void HostPool::check(std::span<const int64_t> slots, bool distinct, uint32_t row_blocks) {
-  if (++stamp_ == 0) {
-    std::fill(stamps_.begin(), stamps_.end(), 0);
-    stamp_ = 1;
+  each_place(slots, row_blocks,
+             [&](int64_t number, uint64_t row, uint32_t) { check_taken(number, row, row_blocks); });
+  if (!distinct) return;
+  listed_.hold(slots_.size() * row_blocks);
+  if (const std::optional<int64_t> slot = listed_.twice(slots)) {
+    fail(Code::invalid, "slot ", *slot, " is listed twice");
   }
-  stamps_.resize(std::max(stamps_.size(), slots_.size() * row_blocks));
-  each_place(slots, row_blocks, [&](int64_t number, uint64_t row, uint32_t) {
-    check_taken(number, row, row_blocks);
-    uint32_t& stamp = stamps_[static_cast<size_t>(number)];
-    if (distinct && stamp == stamp_) fail(Code::invalid, "slot ", number, " is listed twice");
-    stamp = stamp_;
-  });
 }
 
 const HostPool::Chunk& HostPool::chunk_of(uint64_t slot) const {

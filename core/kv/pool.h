@@ -22,6 +22,7 @@
 #include "core/backend/backend.h"
 #include "core/base/error.h"
 #include "core/base/fork.h"
+#include "core/kv/listed.h"
 #include "core/kv/rows.h"
 
 namespace offcore::kv {
@@ -76,8 +77,8 @@ class HostPool : public HostRows {
   std::pair<std::byte*, std::shared_ptr<void>> row(int64_t slot) const;
 
   // As HostRows::pin; throws invalid for slots in rows that are not allocated, too.
-  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct,
-                       const RowPlaces& places) override;
+  void pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places,
+           std::vector<Row>& rows) override;
   void unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept override;
 
   // Waits for the jobs, and lets go of the memory. Throws timeout while jobs go on.
@@ -137,14 +138,13 @@ class HostPool : public HostRows {
   std::condition_variable changed_;
   std::vector<Chunk> chunks_;          // by their first slot; the ready ones come first
   std::vector<Slot> slots_;            // of whole rows
-  std::vector<uint32_t> stamps_;       // by the number in a call: the last call that named it
+  Listed listed_;                      // by the number in a call
   std::map<uint64_t, uint64_t> runs_;  // free: first slot -> how many, in one chunk
   std::set<std::pair<uint64_t, uint64_t>> by_count_;  // the same as (how many, first)
   uint64_t ready_ = 0;
   uint64_t free_ = 0;
   uint64_t leaving_ = 0;
   uint64_t pinned_ = 0;  // slots that jobs use
-  uint32_t stamp_ = 0;
   std::optional<Error> failure_;
   bool running_ = false;  // the thread has yet to leave the mutex for the last time
   bool busy_ = false;     // the thread registers a chunk, without the mutex

@@ -6,9 +6,9 @@
 
 namespace offcore::kv {
 
-std::vector<Row> RowsByAddress::pin(std::span<const int64_t> slots, bool distinct,
-                                    const RowPlaces& places) {
-  std::vector<Row> rows;
+void RowsByAddress::pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places,
+                        std::vector<Row>& rows) {
+  rows.clear();
   rows.reserve(slots.size());
   std::vector<PlaceRun> runs;
   each_place(slots, places.blocks, [&](int64_t slot, uint64_t row, uint32_t place) {
@@ -21,7 +21,6 @@ std::vector<Row> RowsByAddress::pin(std::span<const int64_t> slots, bool distinc
     }
   });
   if (distinct) check_apart(std::move(runs), places);
-  return rows;
 }
 
 void RowsByAddress::check_apart(std::vector<PlaceRun> runs, const RowPlaces& places) const {

@@ -57,10 +57,10 @@ class HostRows : public std::enable_shared_from_this<HostRows>, public OfProcess
   virtual bool orders() const { return true; }
   virtual Seams seams() const { return {}; }
 
-  // For a job: where its slots lie, whose rows are not given to others until unpin. Throws invalid
-  // for slots that are none, and where `distinct` for those named twice.
-  virtual std::vector<Row> pin(std::span<const int64_t> slots, bool distinct,
-                               const RowPlaces& places) = 0;
+  // For a job: puts into `rows` where its slots lie, and gives those to nobody else until unpin.
+  // Throws invalid for slots that are none, and where `distinct` for those named twice.
+  virtual void pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places,
+                   std::vector<Row>& rows) = 0;
   virtual void unpin(std::span<const int64_t> slots, const RowPlaces& places) noexcept = 0;
 };
 
@@ -76,8 +76,8 @@ class RowsByAddress final : public HostRows {
   bool orders() const override { return false; }
   Seams seams() const override { return seams_; }
   // Throws invalid, too, where `distinct` for rows that have bytes in common.
-  std::vector<Row> pin(std::span<const int64_t> slots, bool distinct,
-                       const RowPlaces& places) override;
+  void pin(std::span<const int64_t> slots, bool distinct, const RowPlaces& places,
+           std::vector<Row>& rows) override;
   void unpin(std::span<const int64_t>, const RowPlaces&) noexcept override {}
 
  private:

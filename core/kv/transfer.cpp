@@ -134,13 +134,13 @@ Transfer::Transfer(std::shared_ptr<Backend> backend,
       adopted_(std::move(adopted)),
       options_(options),
       queue_(std::make_shared<JobQueue>(options.linger_ns)),
-      named_(groups_.size()) {
+      listed_(groups_.size()) {
   if (groups_.empty()) fail(Code::invalid, "a transfer needs a cache and a pool");
   for (size_t i = 0; i < groups_.size(); ++i) {
     const CacheGroup& group = groups_[i];
     check_pool(group);
     for (size_t other = 0; other < i; ++other) check_shared(group, groups_[other]);
-    named_[i].resize(group.layout->blocks());
+    listed_[i].hold(group.layout->blocks());
     memories_.push_back(memories_of(*backend_, *group.layout));
   }
   // Where pages are to go one by one, by a kernel or over other links nothing else is to decide.
@@ -183,17 +183,14 @@ Transfer::~Transfer() {
 
 void Transfer::check(const TransferRequest& request) {
   const uint64_t blocks = groups_[request.group].layout->blocks();
-  std::vector<uint64_t>& named = named_[request.group];
-  ++calls_;
   for (int64_t block : request.blocks) {
     if (block < 0 || static_cast<uint64_t>(block) >= blocks) {
       fail(Code::invalid, "block ", block, " is not one of the cache's ", blocks);
     }
-    uint64_t& last = named[static_cast<size_t>(block)];
-    if (last == calls_ && request.direction == Direction::load) {
-      fail(Code::invalid, "block ", block, " is listed twice: a load would write it twice");
-    }
-    last = calls_;
+  }
+  if (request.direction == Direction::store) return;
+  if (const std::optional<int64_t> block = listed_[request.group].twice(request.blocks)) {
+    fail(Code::invalid, "block ", *block, " is listed twice: a load would write it twice");
   }
 }
 
@@ -242,17 +239,18 @@ std::shared_ptr<Job> Transfer::start(TransferRequest request) {
   job->gates_.resize(layer_groups->size());
   job->layer_groups_ahead_.resize(layer_groups->size());
   job->report_.link_bytes.resize(links_);
-  std::vector<Row> rows = group.pool->pin(job->request_.slots, !load, group.places());
+  TransferRequest& named = job->request_;
+  group.pool->pin(named.slots, !load, group.places(), named.rows);
   try {
-    job->builder_.emplace(job->request_.direction, forms, group.layout, std::move(layer_groups),
-                          job->request_.blocks, std::move(rows), group.pool->seams());
+    job->builder_.emplace(named.direction, forms, group.layout, std::move(layer_groups),
+                          named.blocks, named.rows, group.pool->seams());
     const std::scoped_lock lock(queue_->mutex);
     if (queue_->closing) fail(Code::cancelled, "the transfer is closed");
     queue_->inbox.push_back(job);
     ++queue_->under_way;
     queue_->news = true;
   } catch (...) {
-    group.pool->unpin(job->request_.slots, group.places());
+    group.pool->unpin(named.slots, group.places());
     throw;
   }
   queue_->work.notify_one();  // without the mutex, which who wakes takes first

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/kv/adopt.h"
+#include "core/kv/listed.h"
 #include "core/kv/transfer_worker.h"
 
 namespace offcore::kv {
@@ -43,6 +44,8 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
+  // One to be filled: its lists have the room of those of a job that has ended.
+  TransferRequest request(Direction direction) const { return {queue_->spare.take(), direction}; }
   // Throws invalid for what the request names wrongly; nothing is copied then.
   std::shared_ptr<Job> start(TransferRequest request);
   // Job::wait and Job::enqueue_wait of a job of its own, and the thread's work until that is awake.
@@ -81,9 +84,8 @@ class Transfer : public std::enable_shared_from_this<Transfer>, public OfProcess
   std::shared_ptr<TransferWorker> worker_;
   std::thread thread_;
 
-  std::mutex mutex_;                          // of all below
-  std::vector<std::vector<uint64_t>> named_;  // by group, then block: the last call that named it
-  uint64_t calls_ = 0;
+  std::mutex mutex_;            // of all below
+  std::vector<Listed> listed_;  // by group, then block
   std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<const std::vector<LayerGroup>>>
       layer_groups_;
 };

@@ -168,22 +168,23 @@ std::unique_ptr<Mark> mark(Backend& backend, const std::string& what, uintptr_t 
   return what == "stream" ? streams->mark_stream(handle) : streams->mark_event(handle);
 }
 
-// Numbers as nearly all calls name them: an array of int64. Nothing: it is something else.
-std::optional<std::vector<int64_t>> plain_numbers(nb::handle given) {
+// Numbers as nearly all calls name them: an array of int64. False: it is something else.
+bool plain_numbers(nb::handle given, std::vector<int64_t>& numbers) {
   Py_buffer view;
-  if (PyObject_CheckBuffer(given.ptr()) == 0) return std::nullopt;
+  if (PyObject_CheckBuffer(given.ptr()) == 0) return false;
   if (PyObject_GetBuffer(given.ptr(), &view, PyBUF_ND | PyBUF_FORMAT) != 0) {
     PyErr_Clear();  // it is not contiguous
-    return std::nullopt;
+    return false;
   }
-  std::optional<std::vector<int64_t>> numbers;
   const std::string_view format = view.format == nullptr ? "B" : view.format;
-  if (view.ndim == 1 && view.itemsize == sizeof(int64_t) && (format == "l" || format == "q")) {
+  const bool plain =
+      view.ndim == 1 && view.itemsize == sizeof(int64_t) && (format == "l" || format == "q");
+  if (plain) {
     const auto* const first = static_cast<const int64_t*>(view.buf);
-    numbers.emplace(first, first + view.shape[0]);
+    numbers.assign(first, first + view.shape[0]);
   }
   PyBuffer_Release(&view);
-  return numbers;
+  return plain;
 }
 
 // Whether it is one of Python's own, from 0 on, or False or True.
@@ -197,26 +198,25 @@ bool plain_count(nb::handle given, uint32_t& result) {
 }
 
 // Reads the arguments of nearly all calls by itself: what Python does for one takes as long as the
-// call where other work has emptied the caches. None: an argument is something else.
-nb::object start(Transfer& self, bool load, nb::handle blocks, nb::handle slots, nb::handle group,
-                 nb::handle priority, nb::handle layers_together, const char* after_is,
-                 uintptr_t after) {
+// call where other work has emptied the caches. `how`: group, priority and layers together.
+// `after`: what that is, and its handle; or nothing. None: an argument is something else.
+nb::object start(Transfer& self, bool load, nb::handle blocks, nb::handle slots,
+                 const nb::tuple& how, const nb::tuple& after) {
   Released::drop();
-  kv::TransferRequest request{.direction = load ? Direction::load : Direction::store};
-  std::optional<std::vector<int64_t>> named = plain_numbers(blocks);
-  std::optional<std::vector<int64_t>> places = plain_numbers(slots);
-  if (!named || !places || !plain_count(group, request.group) ||
-      !plain_count(layers_together, request.layers_together) ||
+  kv::TransferRequest request = self.request(load ? Direction::load : Direction::store);
+  const nb::handle priority = how[1];
+  if (!plain_numbers(blocks, request.blocks) || !plain_numbers(slots, request.slots) ||
+      !plain_count(how[0], request.group) || !plain_count(how[2], request.layers_together) ||
       !PyLong_CheckExact(priority.ptr()) || !nb::try_cast(priority, request.priority, false) ||
       request.priority == INT32_MIN) {
     return nb::none();
   }
-  request.blocks = std::move(*named);
-  request.slots = std::move(*places);
+  std::optional<std::pair<std::string, uintptr_t>> work;
+  if (after.size() > 0) work = nb::cast<std::pair<std::string, uintptr_t>>(after);
   std::shared_ptr<Job> job;
   {
     const LockReleased released;
-    if (*after_is != '\0') request.after = mark(self.backend(), after_is, after);
+    if (work) request.after = mark(self.backend(), work->first, work->second);
     job = self.start(std::move(request));
   }
   return nb::cast(Started(self.shared_from_this(), std::move(job)));
@@ -360,15 +360,17 @@ void bind_jobs(nb::module_& module) {
           nb::arg("layer"), nb::arg("stream"), nb::arg("timeout_s"), nb::arg("gate"))
       .def(
           "cancel", [](const Started& self) { self.job->cancel(); }, Unlocked())
+      .def_prop_ro(
+          "load",
+          [](const Started& self) { return self.job->request().direction == Direction::load; })
       .def_prop_ro("asked", [](const Started& self) { return self.job->request().blocks.size(); })
       .def_prop_ro("layers", [](const Started& self) { return self.job->layers(); })
       .def_prop_ro("report", [](const Started& self) { return self.job->report(); });
   nb::class_<Transfer>(module, "Transfer", "core/kv/transfer.h")
       .def_prop_ro("adopted", &Transfer::adopted)
-      .def("start", &start, nb::arg("load"), nb::arg("blocks"), nb::arg("slots"), nb::arg("group"),
-           nb::arg("priority"), nb::arg("layers_together"), nb::arg("after_is"), nb::arg("after"),
-           nb::sig("def start(self, load: bool, blocks: object, slots: object, group: object, "
-                   "priority: object, layers_together: object, after_is: str, after: int) -> "
+      .def("start", &start,  // without names of arguments, which take time
+           nb::sig("def start(self, load: bool, blocks: object, slots: object, "
+                   "how: tuple[object, object, object], after: tuple[()] | tuple[str, int], /) -> "
                    "KvJob | None"))
       .def(
           "close",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from offcore import _core
 from offcore.facts import Facts
+
+Call = tuple[str, int, float]  # direction, blocks asked for, submit_us
 
 
 class Transferred(Facts):
@@ -15,22 +16,22 @@ class Transferred(Facts):
     _given = ("backend",)
 
     def __init__(
-        self, core: _core.KvReport, backend: str, call: dict[str, Any], links: Sequence[int]
+        self, core: _core.KvReport, backend: str, call: Call, links: Sequence[int]
     ) -> None:
         self._core = core
         self._links = links
-        self._call = call
+        self._direction, self._asked, self._submit_us = call
         self.backend = backend
 
     @property
     def direction(self) -> str:
         """load (host to device) or store."""
-        return str(self._call["direction"])
+        return self._direction
 
     @property
     def asked(self) -> int:
         """Number of blocks requested."""
-        return int(self._call["asked"])
+        return self._asked
 
     @property
     def blocks(self) -> int:
@@ -108,7 +109,7 @@ class Transferred(Facts):
     @property
     def submit_us(self) -> float:
         """The caller's time in load or store."""
-        return float(self._call["submit_us"])
+        return self._submit_us
 
     @property
     def enqueue_us(self) -> float:

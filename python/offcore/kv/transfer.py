@@ -53,10 +53,12 @@ def _after(given: Any) -> tuple[str, int]:
 class Job:
     """A load or store in progress. It keeps caches and pool alive."""
 
-    def __init__(self, core: _core.KvJob, transfer: BlockTransfer, call: dict[str, Any]) -> None:
+    def __init__(self, core: _core.KvJob, transfer: BlockTransfer, after: Any, since: int) -> None:
         self._core = core
         self._transfer = transfer
-        self._call = call  # direction, what it is after, asked, submit_us
+        self._after = after  # kept with the job
+        self._began_ns = since  # of the call, which ends here
+        self._ended_ns = time.perf_counter_ns()
 
     def done(self) -> bool:
         """Returns whether the job has ended: completed, cancelled or failed."""
@@ -67,7 +69,9 @@ class Job:
         `Error`: timeout (the job continues), driver if the GPU or the driver failed."""
         self._core.wait(self._transfer.timeout if timeout is None else timeout)
         numbers = (max(0, self._transfer.device), *self._transfer.links)
-        return Transferred(self._core.report, self._transfer.backend, self._call, numbers)
+        submit_us = (self._ended_ns - self._began_ns) / 1e3
+        call = ("load" if self._core.load else "store", self._core.asked, submit_us)
+        return Transferred(self._core.report, self._transfer.backend, call, numbers)
 
     def wait_layer(
         self, layer: int, stream: Any = None, timeout: float | None = None, gate: bool = False
@@ -307,8 +311,8 @@ class BlockTransfer:
         self, load: bool, blocks: ArrayLike, slots: ArrayLike, how: tuple[Any, Any, Any], after: Any
     ) -> Job:
         began_ns = time.perf_counter_ns()
-        mark = ("", 0) if after is None else _after(after)
-        core = self._core.start(load, blocks, slots, *how, *mark)
+        mark: tuple[()] | tuple[str, int] = () if after is None else _after(after)
+        core = self._core.start(load, blocks, slots, how, mark)
         if core is None:
             how = (
                 checked("group", how[0], _INT_MAX),
@@ -316,12 +320,9 @@ class BlockTransfer:
                 checked("by_layer", how[2], _INT_MAX),
             )
             named = numbers_of("blocks", blocks), numbers_of("slots", slots)
-            core = self._core.start(load, *named, *how, *mark)
+            core = self._core.start(load, *named, how, mark)
             assert core is not None
-        call = {"direction": "load" if load else "store", "after": after, "asked": core.asked}
-        job = Job(core, self, call)
-        call["submit_us"] = (time.perf_counter_ns() - began_ns) / 1e3
-        return job
+        return Job(core, self, after, began_ns)
 
     def close(self, *, cancel: bool = False, timeout: float | None = None) -> None:
         """Waits for jobs in progress and accepts no more. cancel: cancel copies that are not
