@@ -71,7 +71,9 @@ bool TransferWorker::submit(DirectionQueue& direction, uint32_t plain_max, bool 
     link = &packing_link(direction.links);
     lane = &link->emptiest();
     if (lane->submissions.size() >= kPartsMin && !urgent) return false;
-    budget.bytes = goes_on ? share_of_packing(*job) : kPackedBegin;
+    // A block takes a plain copy, of its row.
+    const uint64_t begin = std::min(kPackedBegin, plain_max * job->builder_->block_bytes());
+    budget.bytes = goes_on ? share_of_packing(*job) : begin;
   } else {
     budget.bytes = share_of(direction, *job);
     link = choose(direction, *job, budget.bytes);

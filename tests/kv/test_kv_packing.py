@@ -176,6 +176,21 @@ def test_a_packed_job_is_few_parts() -> None:
     check_on_gpu(code)
 
 
+def test_the_caller_begins_with_few_blocks() -> None:
+    """With 64 of 200, however small, while the thread wakes: unless it woke in time."""
+    code = """
+    world = Apart(layers=2, blocks=200, page=64, policy="pack", linger=0.0)
+    blocks, slots, packs = some(200, of=200), some(200, 1, 400), []
+    for turn in range(8):
+        time.sleep(0.05)
+        packs.append(world.transfer.store(blocks, slots).wait(20).calls["packs"])
+    assert set(packs) == {1, 2} or set(packs) == {2}, packs
+    assert (world.rows(slots) == world.wanted(blocks)).all()
+    world.transfer.close()
+    """
+    check_on_gpu(code)
+
+
 def test_pages_apart_go_by_calls_of_256() -> None:
     """As whoever lists them by hand would hand them over, whatever blocks they are of; and a run of
     blocks is not listed, but a strided copy a page."""
