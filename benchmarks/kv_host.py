@@ -8,10 +8,10 @@ pages: 36 scattered blocks of 28 layers, in one tensor that has all layers, or i
 each an allocation of its own. The driver's calls are included; `enqueue_us` is the least time from
 a part's program until it is enqueued, and the rest makes the commands. `plan_batch`: the same pages
 as a batch of copies, planned and checked, without a call of the driver. `call`: a call of load or
-store that names 256 scattered blocks, in rows of their own or that 16 of them share; cold: after
-other work has emptied the processor's caches, as between two calls of an engine's; asleep: so is
-the transfer's thread, which the call wakes. Least and median of the repetitions, in microseconds
-for all pages.
+store that names 256 scattered blocks, in rows of their own or that 16 of them share, or two calls,
+for K and for V, whose rows lie apart; cold: after other work has emptied the processor's caches, as
+between two calls of an engine's; asleep: so is the transfer's thread, which the call wakes. Least
+and median of the repetitions, in microseconds for all pages.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ HOST = -1  # in the place of a rank
 PAGES = (8 << 10, 16 << 10, 64 << 10)
 PAUSE_S = 0.002  # in which the transfer's thread falls asleep
 CALLED = 256  # blocks of a call
+SPAN = 2 * CALLED * 64  # bytes of a layer
 COLD_BYTES = 96 << 20  # more than caches hold
 AWAKE_S = 1.0
 ROOM = 1 << 40  # bytes: nothing waits to be enqueued
@@ -125,25 +126,35 @@ def calls(driver: Driver, repetitions: int) -> Iterator[Row]:
     """Of pages of 64 bytes: what the caller does is the same for all."""
     rng = np.random.default_rng(1)
     other = np.zeros(COLD_BYTES, np.uint8)
-    each = [allocated(driver, 2 * CALLED * 64 + layer) for layer in range(LAYERS)]
-    for shared in (1, 16):
-        layout = kv.Layout([Gpu(at, (2 * CALLED, 64)) for at in each], row_blocks=shared)
+    each = [Gpu(allocated(driver, SPAN + layer), (2 * CALLED, 64)) for layer in range(LAYERS)]
+    for name, shared, caches in (
+        ("1 block a row", 1, [each]),
+        ("16 blocks a row", 16, [each]),
+        ("K and V in rows apart", 1, [each[::2], each[1::2]]),
+    ):
+        layouts = [kv.Layout(tensors, row_blocks=shared) for tensors in caches]
         rows = 2 * CALLED // shared
         blocks = rng.permutation(2 * CALLED)[:CALLED]
         slots = rng.permutation(rows)[: CALLED // shared, np.newaxis] * shared + np.arange(shared)
         for cold, linger in ((False, AWAKE_S), (True, AWAKE_S), (True, 0.0)):
-            pool = kv.HostPool(layout.row_bytes, rows, backend="cuda")
-            pool.allocate(rows, timeout=60)
-            with pool, kv.BlockTransfer(layout, pool, linger=linger) as transfer:
+            pools = [kv.HostPool(one.row_bytes, rows, backend="cuda") for one in layouts]
+            for pool in pools:
+                pool.allocate(rows, timeout=60)
+            with kv.BlockTransfer(layouts, pools, linger=linger) as transfer:
                 for direction in ("load", "store"):
                     start = partial(getattr(transfer, direction), blocks, slots.ravel())
                     jobs: list[Any] = []
 
-                    def call(start: Callable[[], Any] = start, jobs: list[Any] = jobs) -> None:
-                        jobs.append(start())
+                    def call(
+                        start: Callable[..., Any] = start,
+                        jobs: list[Any] = jobs,
+                        groups: range = range(len(pools)),
+                    ) -> None:
+                        jobs.extend([start(group=group) for group in groups])
 
                     def end(jobs: list[Any] = jobs, cold: bool = cold) -> None:
-                        jobs.pop().wait(60)
+                        while jobs:
+                            jobs.pop().wait(60)
                         time.sleep(PAUSE_S)
                         if cold:
                             np.add(other, 1, out=other)
@@ -151,10 +162,12 @@ def calls(driver: Driver, repetitions: int) -> Iterator[Row]:
                     state = "asleep" if linger == 0 else "cold" if cold else "warm"
                     yield {
                         "metric": "call",
-                        "layout": f"{shared} blocks a row",
+                        "layout": name,
                         "direction": direction,
                         "state": state,
                     } | times(call, end, repetitions)
+            for pool in pools:
+                pool.close()
 
 
 def plans(page: int, repetitions: int) -> Iterator[Row]:
