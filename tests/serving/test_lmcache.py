@@ -201,6 +201,12 @@ def test_what_lmcache_names_wrongly() -> None:
     assert not memory.any()
 
 
+def test_the_log_says_that_it_copies(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "offcore.serving"):
+        ops()
+    assert caplog.messages == ["LMCache: offcore copies KV blocks"]
+
+
 def test_what_stays_lmcaches(caplog: pytest.LogCaptureFixture) -> None:
     own, cache = ops(), Cache("NL_X_TWO_NB_BS_NH_HS")
     cache.made[2].name = "NL_X_NB_BSV_BSS"

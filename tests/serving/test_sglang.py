@@ -79,6 +79,12 @@ def test_pages_come_back_elsewhere(layers: int) -> None:
     assert torch.equal(host.device, wanted)
 
 
+def test_the_log_says_that_it_copies(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "offcore.serving"):
+        store(fake.Engine(), pool(), tokens(1), tokens(5))
+    assert caplog.messages == ["SGLang: offcore copies KV blocks"]
+
+
 def test_a_layer_is_there_when_it_is_told_of() -> None:
     engine, host = fake.Engine(), pool()
     store(engine, host, tokens(1), tokens(5))

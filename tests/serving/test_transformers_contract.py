@@ -189,6 +189,15 @@ def test_a_request_that_is_dropped_gives_its_rows_back(model: engine.Model) -> N
     assert tier.counts["swapped_in"] == 0
 
 
+def test_the_log_says_that_it_copies(
+    model: engine.Model, api: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.enable(model, 1 << 20)
+    with caplog.at_level("INFO", "offcore.serving"):
+        engine.Engine(model)
+    assert caplog.messages == ["transformers: offcore copies KV blocks"]
+
+
 @pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0"], indirect=True)
 def test_another_version(model: engine.Model, api: Any, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):

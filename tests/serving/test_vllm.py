@@ -282,6 +282,12 @@ def test_what_stays_vllms(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.text.count("keeps its own copies") == 1
 
 
+def test_the_log_says_that_it_copies(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "offcore.serving"):
+        assert opened(caches()) is not engine.OWN
+    assert caplog.messages == ["vLLM: offcore copies KV blocks"]
+
+
 @pytest.mark.parametrize("version", ["0.27.1", "1.0"], indirect=True)
 def test_another_version(caplog: pytest.LogCaptureFixture) -> None:
     assert opened(caches()) is engine.OWN

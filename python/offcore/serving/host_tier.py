@@ -33,11 +33,10 @@ class HostTier:
         a block over all layers. False leaves them as the engine allocated them.
     options: keyword arguments of `kv.BlockTransfer`.
 
-    Blocks that were not used for longest give way to others. A tier holds the blocks of one model:
-    `clear` it when weights change. Its memory is allocated for the first cache that is connected;
-    a cache with blocks of another size begins with an empty tier. `counts` says how many blocks
-    were stored, loaded, evicted, not stored for lack of room (skipped), swapped_out and swapped_in.
-    Methods may be called by any thread.
+    Least recently used blocks are evicted first. A tier holds the blocks of one model: `clear` it
+    when weights change. Its memory is allocated for the first cache; a cache with another block
+    size begins with an empty tier. `counts` has the number of blocks stored, loaded, evicted, not
+    stored for lack of room (skipped), swapped_out and swapped_in. All methods are thread-safe.
     """
 
     def __init__(self, host_bytes: int, *, one_allocation: bool = True, **options: Any) -> None:
@@ -59,6 +58,7 @@ class HostTier:
         """
         layout = kv.Layout(list(caches))
         form = (*form, layout.block_bytes, layout.device)
+        log.info("transformers: offcore copies KV blocks")
         with self.lock:
             if self._pool is None or form != self._form:
                 blocks = self.host_bytes // layout.block_bytes

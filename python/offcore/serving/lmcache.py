@@ -3,10 +3,9 @@
     LMCACHE_DEVICE_BACKEND=offcore lmcache server ...
 
 LMCache finds the device by the entry point of this package and uses it where the environment names
-it. It is LMCache's CUDA device but for `execute_direct_copy_transfer`, by which LMCache moves the
-objects of token-major layouts: they become a job of a `kv.BlockTransfer` for each group of layers,
-in the order of LMCache's stream. An object is a row of host memory that 256 tokens share, at any
-address. Other layouts go by LMCache's own kernel, as ever.
+it. It replaces only `execute_direct_copy_transfer`, which moves objects of token-major layouts:
+they become a job of a `kv.BlockTransfer` for each group of layers, in LMCache's stream. An object
+is a row of host memory that 256 tokens share, at any address. Other layouts use LMCache's kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from numpy.typing import NDArray
 from offcore import kv
 from offcore.errors import Error, error
 from offcore.kv.pool import RowsByAddress
-from offcore.serving.engines import known, say_once
+from offcore.serving.engines import known, log, say_once
 
 VERSIONS = ("0.5.6",)
 NAME = "OffcoreDeviceSpec"
 BACKEND = "offcore"
 _CUDA = "lmcache.v1.platform.devices.cuda"
-
 _CACHES = 32  # whose transfers are kept, each with 32 MiB of the GPU's
 
 Numbers = NDArray[np.int64]
@@ -106,6 +104,7 @@ def _ops(own: Any) -> type:
             new = (Group, Object, functools.partial(transfer, kept))
             for name, value in zip(names, new, strict=True):
                 setattr(ops, name, value)
+            log.info("LMCache: offcore copies KV blocks")
 
     return OffcoreDeviceOps
 

@@ -6,9 +6,8 @@
 
 SGLang finds `register` by the entry point of this package; without OFFCORE_SGLANG it changes
 nothing. "1", or a JSON object with arguments of `kv.BlockTransfer`. Host memory, radix tree,
-storage and eviction stay SGLang's: its host buffer has a row of all layers for each page, K's and
-V's apart, which is where the rows of our pools lie. Layers come in steps, and SGLang's events for
-them with these. What is not such a cache goes by SGLang's own copies.
+storage and eviction stay SGLang's: its host buffer has a row of all layers for each page, K and V
+apart. Layers come in steps, each with SGLang's events. Other caches use SGLang's own copies.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from offcore import _core, kv
 from offcore.errors import error
-from offcore.serving.engines import known, pool_for, say_once
+from offcore.serving.engines import known, log, pool_for, say_once
 
 VERSIONS = ("0.5.23",)
 VARIABLE = "OFFCORE_SGLANG"
@@ -164,6 +163,7 @@ class Cache:
         for pool in pools:  # SGLang gives rows out, all of them
             pool.wait_ready()
             pool.allocate(pool.blocks)
+        log.info("SGLang: offcore copies KV blocks")
 
     def store(self, device: Pages, host: Pages, stream: Any) -> None:
         """Enqueues it behind the stream, and the stream behind that."""

@@ -5,10 +5,9 @@
         "kv_connector_extra_config": {"spec_name": "OffcoreOffloadingSpec"}}'
 
 vLLM finds the name by the entry point of this package. Without entry points, add
-"spec_module_path": "offcore.serving.vllm". The scheduler's side (lookup, eviction, numbering of
-chunks) stays vLLM's; the worker's copies and its host memory are offcore's. The key "offcore" of
-the extra configuration has arguments of `kv.BlockTransfer`. With the connector "OffcoreConnector"
-and "cpu_bytes_to_use" there, a step loads what it reads, and each layer waits for itself alone.
+"spec_module_path": "offcore.serving.vllm". The scheduler's side stays vLLM's. The key "offcore" of
+the extra configuration has arguments of `kv.BlockTransfer`. With "OffcoreConnector" and
+"cpu_bytes_to_use" there, a step loads what it reads, and each layer waits for itself alone.
 """
 
 from __future__ import annotations
@@ -79,6 +78,7 @@ def _spec() -> type:
         views = _views(self, kv_caches) if fit else None
         if views is None:
             return own.create_worker(self, kv_caches)
+        log.info("vLLM: offcore copies KV blocks")
         chunks, per_chunk = _numbers(self)
         options = self.extra_config.get("offcore", {})
         return worker(base.TransferResult, views, chunks, per_chunk, options)
