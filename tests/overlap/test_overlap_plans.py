@@ -72,7 +72,10 @@ def test_kernels_know_their_work() -> None:
         (lambda: Collective("all_gather", 0, 2), "1 byte or more"),
         (lambda: overlap.ideal([1, 0]), "must be above 0"),
         (lambda: overlap.is_latency_bound({1024: 1.0}, 1024), "another size"),
-        (lambda: overlap.load("no-such-machine"), "no tables of overlap"),
+        (
+            lambda: overlap.load("no-such-machine"),
+            "no-such-machine: run offcore overlap characterise",
+        ),
         (lambda: Plan([BUSY], TABLES), "2 to 5 kernels"),
         (lambda: Plan([BUSY, BUSY], TABLES), "distinct names"),
         (lambda: Plan([BUSY, GATHER], TABLES, allowed=["magic"]), "unknown strategy 'magic'"),

@@ -298,7 +298,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.loads(line) for line in told.stdout.splitlines()]
     assert len(lines) == 24
     assert {one["isolated"] for one in lines} == {GIVEN, COMPUTED}
-    for words in ("points of the ideal off", "measured twice", "parameters of h200-2"):
+    for words in ("points of the ideal on average", "measured twice", "parameters of h200-2"):
         assert words in told.stderr
     nothing = tmp_path / "none.jsonl"
     nothing.write_text('{"machine": "h200-2"}\n', "utf-8")

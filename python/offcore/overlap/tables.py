@@ -160,12 +160,12 @@ _KEYS = {
 
 
 def load(name_or_path: str | Path) -> Tables:
-    """Loads the tables of a machine, or a file (a path that ends in .json). Raises `Error`: invalid
-    if there are none, or if the file is malformed."""
+    """Loads tables of a machine, or a .json file. Raises `Error`: invalid if none or malformed."""
     name = str(name_or_path)
     path = Path(name) if name.endswith(".json") else machines.overlap_of(name)
     if path is None:
-        raise error("invalid", f"no tables of overlap for {name}: overlap/{name}.json is missing")
+        make = "offcore overlap characterise --backend cuda"
+        raise error("invalid", f"no overlap tables for {name}: run {make} on that machine")
     try:
         value = json.loads(path.read_text("utf-8"))
         names = {one.name for one in fields(Tables)}

@@ -37,7 +37,7 @@ def bench_command(
         typer.Option(
             metavar="NAME",
             help="cuda (two GPUs, cupy), host (threads push), sim (a machine's costs), or auto: "
-            "sim if a machine is named, else what is here.",
+            "sim if a machine is named, else the best available.",
         ),
     ] = BackendName.auto,
     machine: MachineOption = None,
@@ -59,7 +59,7 @@ def bench_command(
 
     On cuda, also times copies ordered by events, synchronisation and polling, NCCL's send and
     receive, kernels that read L2 or multiply during all-gathers of offcore and NCCL, and a soak:
-    11 million requests, of which none may be lost, doubled or torn. Each section runs in its own
+    11 million requests, of which none may be lost, duplicated or torn. Each section runs in its own
     process, for at most --timeout seconds. On sim, GPU threads and engines are simulated in virtual
     time with the costs of a machine file: nothing is measured.
 

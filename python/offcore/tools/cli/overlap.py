@@ -1,4 +1,4 @@
-"""`offcore overlap advise | run | characterise | calibrate | plot`: compute beside collectives."""
+"""`offcore overlap advise | run | characterise | calibrate | plot`: compute and collectives."""
 
 from __future__ import annotations
 
@@ -223,14 +223,14 @@ def characterise_command(
         typer.Option("--counters", help="cuda: count bytes of GEMMs in L2 and memory instead."),
     ] = False,
     gemms: Annotated[
-        str, typer.Option(metavar="NAME,...", help="GEMMs, such as cb1; default: what is needed.")
+        str, typer.Option(metavar="NAME,...", help="GEMMs, such as cb1; default: all needed.")
     ] = "",
     ranks: Annotated[
         int, typer.Option(min=0, max=64, metavar="N", help="Ranks; 0: all GPUs, or 2.")
     ] = 0,
     peaks: Annotated[
         str,
-        typer.Option(metavar=PEAKS, help="Needed on CPUs, GPUs but H100, H200: TFLOP/s, GB/s."),
+        typer.Option(metavar=PEAKS, help="For CPUs, GPUs other than H100 and H200: TFLOP/s, GB/s."),
     ] = "",
     limit: Annotated[
         int, typer.Option(min=1, max=86400, metavar="SECONDS", help="Time limit of measurements.")
@@ -240,8 +240,8 @@ def characterise_command(
     """Write the tables that advise reads: slowdowns by cores, latencies and mutual slowdowns.
 
     The tables are made from the simulated machine, with --backend from measurements of this one, or
-    with --rows from earlier ones; plans are then checked on combinations that the tables are not
-    of. --json also gets the measured rows. On one GPU there are only these: tables need two.
+    with --rows from earlier ones; plans are then checked on held-out combinations. --json also gets
+    the measured rows. With one GPU, only rows are written: tables need two.
 
     \b
     offcore overlap characterise --out machines/overlap/mi300x-8.json
@@ -394,15 +394,15 @@ def predict_command(
         Path, typer.Argument(metavar="FILE", help="Rows measured on GPUs (gpu_overlap.py).")
     ],
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Whose model; default: the rows'.")
+        str | None, typer.Option(metavar="NAME", help="Model's machine; default: from the rows.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Predict measured combinations with the machine's model, and print how far it is off.
 
-    Every all-gather and all-to-all beside a GEMM, under every strategy, in points of the measured
-    ideal and in percent of the time: with the isolated times of the combination's two kernels given
-    as measured, and with these predicted too. Rows that parameters come from count apart.
+    Errors of every all-gather and all-to-all concurrent with a GEMM, under every strategy, in
+    points of the measured ideal and in percent of the time: with isolated times of the two kernels
+    as measured, and as predicted. Calibration rows are reported separately.
 
     \b
     offcore overlap predict benchmarks/results/overlap-h200-2-matched.jsonl
@@ -462,7 +462,7 @@ def plot_command(
 ) -> None:
     """Draw one of ConCCL's figures 5, 6, 7, 8, 9 and 10.
 
-    Figure 9, engines beside the library's kernels by size, also reads rows of offcore bench.
+    Figure 9, engines compared with the library's kernels by size, also reads rows of offcore bench.
 
     \b
     offcore overlap plot rows.jsonl --figure 8 --out figure8.png

@@ -175,7 +175,7 @@ def _told(found: Sequence[Prediction]) -> str:
     points = [abs(one.points) for one in found]
     percents = [abs(one.percent) for one in found]
     return (
-        f"{len(found)} are {fmean(points):.1f} points of the ideal off in the mean, "
+        f"{len(found)} are off by {fmean(points):.1f} points of the ideal on average, "
         f"{median(points):.1f} in the median, {max(points):.0f} at most; {fmean(percents):.1f} % "
-        "of the time in the mean"
+        "of the time on average"
     )
