@@ -14,7 +14,8 @@ namespace offcore {
   X(OFFCORE_RANK, "", "count", "rank of this process at the rendezvous")                          \
   X(OFFCORE_WORLD_SIZE, "", "count", "number of ranks at the rendezvous")                         \
   X(OFFCORE_JOB_SECRET, "", "", "secret shared by all ranks of a job, checked at the rendezvous") \
-  X(OFFCORE_TIMEOUT_S, "30", "seconds", "default timeout of a wait, in seconds")                  \
+  X(OFFCORE_TIMEOUT_S, "30", "seconds",                                                           \
+    "default timeout of a wait, in seconds; torch groups and offcore.fsdp have their own")        \
   X(OFFCORE_HOST, "", "", "processes with the same name act as one host, for tests")              \
   X(OFFCORE_HOST_CORES, "0", "count",                                                             \
     "cores for all ranks on backend host; 0: the process's affinity mask")                        \

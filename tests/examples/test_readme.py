@@ -62,7 +62,7 @@ def small_reductions() -> list[str]:
             ours, nccl = numbers("reduce-h100-2.txt", line)
             slower[op, size] = ours / nccl
     assert min(slower.values()) > 1
-    return [f"reductions: up to 1 MiB, at most {max(slower.values()):.1f} times"]
+    return [f"reductions on 2 GPUs: up to 1 MiB, at most {max(slower.values()):.1f} times"]
 
 
 def steps() -> list[str]:
@@ -78,6 +78,10 @@ def steps() -> list[str]:
         ours, nccl = (f"{float(ms[model, tokens, arm]):.0f}" for arm in ("offcore", "own"))
         return f"{int(tokens):,} tokens | {ours} ms | NCCL {nccl} ms"
 
+    def with_speed(model: str, tokens: str) -> str:
+        on = "2 x H200, slow host" if (model, tokens) == ("wide", "4096") else "the same"
+        return f"{row(model, tokens)} | {on}; speed {speed[model, tokens]}"
+
     first_screen = row("wide", "4096").replace("tokens |", "tokens:").replace("NCCL", "NCCL:")
     upto = sorted(of for (model, _), of in speed.items() if model == "1b")
     ddp = sorted(of for (model, _), of in speed.items() if model == "1bddp ")
@@ -85,13 +89,14 @@ def steps() -> list[str]:
         f"FSDP2 steps of a 1.2 B Llama run at {upto[0]} to {upto[-1]} times NCCL's speed, DDP "
         f"steps at {ddp[0]} to {ddp[-1]}.",
         f"FSDP2 step of a 2.9 B Llama, {first_screen}",
-        f"FSDP2 step, 2.9 B parameters, {row('wide', '4096')}",
-        f"FSDP2 step, 2.9 B parameters, {row('wide', '1024')}",
-        f"FSDP2 step, 1.2 B parameters, {row('1b', '1024')}",
-        f"FSDP2 step, 1.2 B parameters, {row('1b', '4096')}",
-        f"FSDP2 step, 1.2 B parameters, {row('1b', '16384')}",
-        f"DDP step, 1.2 B parameters, {row('1bddp ', '1024')}",
-        f"DDP step, 1.2 B parameters, {row('1bddp ', '8192')}",
+        f"FSDP2 step, 2.9 B parameters, {with_speed('wide', '4096')}",
+        f"FSDP2 step, 2.9 B parameters, {with_speed('wide', '1024')}",
+        f"FSDP2 step, 1.2 B parameters, {with_speed('1b', '1024')}",
+        f"FSDP2 step, 1.2 B parameters, {with_speed('1b', '4096')}",
+        f"FSDP2 step, 1.2 B parameters, {with_speed('1b', '8192')}",
+        f"FSDP2 step, 1.2 B parameters, {with_speed('1b', '16384')}",
+        f"DDP step, 1.2 B parameters, {with_speed('1bddp ', '1024')}",
+        f"DDP step, 1.2 B parameters, {with_speed('1bddp ', '8192')}",
     ]
 
 
@@ -119,7 +124,7 @@ def between_four() -> list[str]:
     speed = {(op, size): float(of) for op, size, _, _, of in found}
     assert {size for (_, size), of in speed.items() if of < 1} >= {"16M", "64M", "256M"}
     upto = [of for (_, size), of in speed.items() if size != "1G"]
-    told = [f"run at {min(upto)} to {max(upto)} times NCCL's speed from 16 to 256 MiB"]
+    told = [f"run at {min(upto)} to {max(upto)} from 16 to 256 MiB"]
     for op, size, ours, nccl, _ in found:
         if size == "256M":
             name = op.replace("_", "-")
@@ -183,33 +188,36 @@ def overlap() -> list[str]:
         cores = f"{100 * summary.share_of_means(best):.0f} % at best"
         if op == "all_gather":
             told.append(
-                f"{form} beside GEMMs: {engines} of the ideal speed-up | NCCL's kernels: {cores} | "
-                f"2 x H200, {len(cases)} combinations"
+                f"{form} concurrent with GEMMs: {engines} of the ideal by NCCL's isolated times | "
+                f"NCCL's kernels: {cores} | 2 x H200, {len(cases)} combinations"
             )
             told.append(
-                f"{form} beside GEMMs | {engines} of the ideal speed-up | NCCL's kernels {cores}"
+                f"{form} concurrent with GEMMs | {engines} of the ideal by NCCL's isolated times | "
+                f"NCCL's kernels {cores}"
             )
         else:
-            told.append(f"{form} beside GEMMs | {engines} of it | NCCL's kernels {cores}")
+            told.append(f"{form} concurrent with GEMMs | {engines} of it | NCCL's kernels {cores}")
     return told
 
 
 def spare() -> list[str]:
     """Out of place, with engines for host copies among those that copy within a GPU."""
-    told = []
+
+    def of(op: str, size: str) -> list[float]:
+        """In a window, plain, and NCCL's: the table of the file's section 6."""
+        line = rf"^6[.](?:.*\n)+? +{op} +{size} +([\d.]+) +[\d.]+ +([\d.]+) +([\d.]+)$"
+        return numbers("cuda-h200-2-spare-engines.txt", line)
+
+    into, plain, nccl = of("all_gather", "256M")
+    told = [f"256 MiB: {plain:.0f} us; into a window {into:.0f} us | NCCL: {nccl:.0f} us"]
     for op in ("all_gather", "all_to_all"):
-        line = rf"^ +{op} +256M +[\d.]+ +([\d.]+) +[\d.]+ +([\d.]+)$"
-        ours, nccl = numbers("cuda-h200-2-spare-engines.txt", line)
+        into, _, nccl = of(op, "256M")
         name = op.replace("_", "-")
-        told.append(f"{name} out of place, 256 MiB | {ours:.0f} us, no SM | NCCL {nccl:.0f} us")
+        told.append(f"{name} out of place, 256 MiB | {into:.0f} us, no SM | NCCL {nccl:.0f} us")
     speeds = []
     for size in ("64M", "256M", "1G"):
-        line = rf"^ +all_to_all +{size} +[\d.]+ +([\d.]+) +[\d.]+ +([\d.]+)$"
-        ours, nccl = numbers("cuda-h200-2-spare-engines.txt", line)
-        speeds.append(nccl / ours)
-    line = r"^6[.](?:.*\n)+? +all_gather +256M +([\d.]+) +[\d.]+ +([\d.]+) +([\d.]+)$"
-    into, plain, nccl = numbers("cuda-h200-2-spare-engines.txt", line)
-    told.append(f"256 MiB: {plain:.0f} us; into a window {into:.0f} us | NCCL: {nccl:.0f} us")
+        into, _, nccl = of("all_to_all", size)
+        speeds.append(nccl / into)
     least, most = min(speeds), max(speeds)
     return [*told, f"all-to-alls there run at {least:.2f} to {most:.2f} from 64 MiB to 1 GiB"]
 
@@ -247,6 +255,17 @@ def vllm_first_tokens(commit: str, prompt: int = 8192) -> list[str]:
     return [of["ours", 100], of["own", 100], of["recompute", 0]]
 
 
+def vllm_half() -> tuple[float, float]:
+    """How many times as fast as by vLLM's copies, at least and at most, with half of the blocks."""
+    ttft = {
+        (r["prompt"], r["arm"]): r["ttft_ms"]
+        for r in rows("serving-vllm-h200.jsonl")
+        if (r["commit"], r["model"], r["batch"], r["hit"]) == ("f292fa4d", "7b", 8, 50)
+    }
+    times = [ttft[prompt, "own"] / ttft[prompt, "ours"] for prompt in (4096, 8192)]
+    return min(times), max(times)
+
+
 def serving() -> list[str]:
     """Of all prompts' blocks in host memory: as enabled, with the pages packed, without SMs."""
     of = {
@@ -265,9 +284,10 @@ def serving() -> list[str]:
         f"{own_2} ms; recomputing {computed} ms",
         f"4,096 tokens | {short} ms | vLLM's own copies {short_own} ms; "
         f"recomputing {short_again} ms",
-        f"7B | {of['ours']}; pages packed by SMs {of['packed']} | the engine's own copies "
-        f"{of['engine']}; recomputing, on an H100, {again}",
-        f"endless loads | {slow} slower | {slower} slower",
+        f"7B | {of['ours']}; pages packed by SMs {of['packed']} | copies as in "
+        f"`OffloadingManager` {of['engine']}; recomputing, on an H100, {again}",
+        f"continuous loads, transformers | {slow} slower | {slower} slower",
+        "comes {:.2f} to {:.2f} times as fast".format(*vllm_half()),
     ]
 
 
@@ -315,14 +335,18 @@ def test_the_page_of_serving_has_the_recorded_first_tokens() -> None:
     (ours, own, _), (ours_2, own_2, _) = map(vllm_first_tokens, ("f292fa4d", "488a1cdd"))
     told = f"{ours} ms, with vLLM's copies {own} ms; in another run {ours_2} and {own_2} ms"
     assert f"takes {told}" in text("docs/serving.md")
+    half = "{:.2f} to {:.2f} times as fast".format(*vllm_half())
+    assert f"With half of the blocks there, it comes {half}" in text("docs/serving.md")
 
 
 def test_the_page_of_training_has_the_recorded_steps() -> None:
     page = text("docs/training.md")
     for line in steps()[2:]:
-        name, ours, nccl = line.replace(" step, ", ", ").replace(" parameters", "").split(" | ")
-        start = f"| {name.removesuffix(' tokens')} tokens"
-        assert re.search(rf"{re.escape(start)}[a-z ]* \| {ours} \| {nccl[5:]} \|", page), line
+        cells = line.replace(" step, ", ", ").replace(" parameters", "").split(" | ")
+        name, ours, nccl, speed = (*cells[:3], cells[3].split("speed ")[1])
+        start = re.escape(f"| {name.removesuffix(' tokens')} tokens")
+        told = rf"{start}[a-z ]* \| {speed} \| [\d.]* ?\| {ours} \| {nccl[5:]} \|"
+        assert re.search(told, page), line
 
 
 def test_every_number_of_the_first_screen_is_held() -> None:
@@ -339,8 +363,8 @@ def test_every_number_of_the_first_screen_is_held() -> None:
         found = f"{ours} | {beside}"
         assert any(line.split(" | 2 x")[0] in found for line in lines), found
     assert sum(line in " ".join(table.split()) for line in serving()) == 1
-    lines = [line for made in (steps, between_four, spare) for line in made()]
-    assert sum(line in " ".join(below.split()) for line in lines) == 3
+    lines = [line for made in (steps, between_four, spare, serving) for line in made()]
+    assert sum(line in " ".join(below.split()) for line in lines) == 4
 
 
 def test_the_plot_names_what_it_was_measured_on() -> None:

@@ -73,12 +73,12 @@ def enable(
 
     all_gather, reduce_scatter, all_reduce: the collectives to handle; all_reduce is HSDP's.
     memory: bytes of window memory for outputs of all-gathers, per group of ranks that share
-        parameters; default: the two largest modules (on CPUs and several hosts four). FSDP2 usually
-        has two outputs at a time, but more with explicit prefetching, `unshard(async_op=True)`, or
+        parameters; default: room for the two largest modules (CPUs, several hosts: four). FSDP2 has
+        usually two outputs at a time, more with explicit prefetching, `unshard(async_op=True)`, or
         modules that run forward without a backward pass: see `refused`.
         Outputs that do not fit are allocated by torch and staged through slots (`staged`).
-    timeout: seconds after which an unfinished call fails and the group is dead. No rank may lag
-        further behind, e.g. while it writes a checkpoint.
+    timeout: seconds after which an unfinished call fails and the group is dead. Ranks may not
+        be further apart than this, e.g. during a checkpoint.
     arguments: of offcore.Communicator, such as sms=8; `between`, for multicast between hosts
         (docs/hosts.md); and `all_reduce_from`, for HSDP's all-reduces (default 0).
     Raises `Error`: invalid for a model without FSDPModules, a model that is already enabled, or an

@@ -7,7 +7,8 @@
     transfer.store(blocks, slots).wait()
     transfer.load(other_blocks, slots).wait()
 
-By default no SM is used. See docs/kv.md for layouts and ordering.
+By default up to 4 SMs pack small pages on GPUs; policy="zero_sm" uses none. See docs/kv.md for
+layouts and ordering.
 """
 
 from offcore._core import cache_pool
