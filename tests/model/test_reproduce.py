@@ -67,7 +67,7 @@ def test_the_page_holds_everything_and_needs_nothing(reproduced: tuple[Path, str
         assert base64.b64decode(image) == (folder / "out" / f"{name}.svg").read_bytes()
     outside = re.sub(r'src="data:[^"]+"', "", html)
     assert not re.search(r"(https?:)?//|<script|@import|<link", outside)
-    assert "absolute times are weakly pinned" in html
+    assert "absolute times are uncertain by about 25 %" in html
     for row in rows.ROWS:
         assert row.claim in html
 
@@ -79,7 +79,7 @@ def test_claims_and_residuals_are_printed(reproduced: tuple[Path, str, float]) -
     assert all(one["met"] for one in told)
     tally = "none predicted, 47 of 47 fitted, 5 of 5 by construction"
     held_out = "left out of the fit, 29 of 33 ratios are predicted within 15 %"
-    for words in ("left out", "wake_ns", "weakly pinned", tally, held_out):
+    for words in ("left out", "wake_ns", "uncertain by about 25 %", tally, held_out):
         assert words in " ".join(out.split())
     html = (folder / "out" / "latte.html").read_text("utf-8")
     for words in (
@@ -155,7 +155,7 @@ def test_explain_says_why(tmp_path: Path) -> None:
     for part in ("pcpy *", "bcst", "control", "schedule", "copy", "sync", "total", "reason"):
         assert part in shown.stdout
     assert "times as fast" in shown.stdout
-    assert "weakly pinned" in shown.stdout
+    assert "uncertain by about 25 %" in shown.stdout
     record = json.loads(offcore_command(*words, "--json", "-", cwd=tmp_path).stdout)
     assert (record["chosen"]["variant"], record["runner_up"]["variant"]) == ("pcpy", "bcst")
     assert record["chosen"]["time_us"] < record["runner_up"]["time_us"]

@@ -194,7 +194,7 @@ def test_reproduce_conccl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert (tmp_path / f"{name}.png").stat().st_size > 8000
         assert b"<svg" in (tmp_path / f"{name}.svg").read_bytes()
     out = capsys.readouterr().out
-    for words in (tally(findings), "weakly pinned", "memory_contention"):
+    for words in (tally(findings), "uncertain by about 25 %", "memory_contention"):
         assert words in " ".join(out.split())
         assert words in " ".join(html.split())
 

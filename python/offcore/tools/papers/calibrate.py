@@ -51,7 +51,7 @@ _SHOWN = (
     ("all_gather", "pcpy", 1 << 30),
 )
 KEYS = tuple(dict.fromkeys(row.key for row in rows.ROWS))  # what is left out together
-_SOURCE = "published MI300X ratios (DMA-Latte section 5): offcore calibrate; scale weakly pinned"
+_SOURCE = "published MI300X ratios (DMA-Latte section 5): offcore calibrate; scale within 25 %"
 
 Say = Callable[[str], None]
 

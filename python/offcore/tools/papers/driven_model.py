@@ -75,7 +75,7 @@ def findings(model: Model) -> list[Finding]:
             100 * (1 - hardware_peak / software_peak),
             False,
         ),
-        ("8 KB messages by hardware beside cudaMemcpy, times", BESIDE_MEMCPY, ratio, True),
+        ("8 KB messages by hardware compared with cudaMemcpy, times", BESIDE_MEMCPY, ratio, True),
         (
             "hardware engine: within 1 % of its peak from, KiB",
             HARDWARE_FROM / KIB,

@@ -47,10 +47,10 @@ UNMEASURED = (
     ("II-B", "a busy CPU sees an event; a GPU's signal by the host", "3 us; 2 to 3 us"),
     ("II-B", "trigger of an event; waking a command", "4 us; 10 to 20 us"),
     ("II-C", "the kernel's reads of L2; FFMA among the other's instructions", "1.96 TB/s; 99.2 %"),
-    ("II-C", "BERT-Large on 8 V100: computation beside all-reduces", "-45.0 %"),
+    ("II-C", "BERT-Large on 8 V100: computation during all-reduces", "-45.0 %"),
     ("II-C", "the same on 8 A100", "-14.3 %; 49.0 GB/s, 30.9 %"),
     ("III-B", "SR, SC and RC by MMIO", "2 to 3 us"),
-    ("F5", "training of BERT-Large beside Megatron-LM", "2.46x"),
+    ("F5", "training of BERT-Large compared with Megatron-LM", "2.46x"),
     ("F5", "share of the gap that is communication", "64.5 %"),
 )
 
@@ -152,7 +152,7 @@ def _beside(rows: Rows) -> list[Finding]:
         ("T1", "all of them (ours: a way by polling, with its copy)", "151.6 us", total),
         ("T1", "trigger of an event, synchronisation of streams", "3.8, 11.6 us", events),
         ("T1", "kernel launch (ours: until the kernel runs)", "19.2 us", f"{step('launch')} us"),
-        ("II-C", "a kernel that reads L2 beside a 64 MB all-gather", "2.35x", slower("L2")),
+        ("II-C", "a kernel that reads L2 during a 64 MB all-gather", "2.35x", slower("L2")),
         ("II-C", "a kernel of FFMA (2.02 instructions a cycle)", "2.00x", slower("FFMA")),
     )
     return [
@@ -170,16 +170,16 @@ def _trained(runs: Sequence[Training]) -> list[Finding]:
     *earlier, last = runs
     others = [f"{one.speed:.2f}x at {one.commit}" for one in earlier]
     speed = _factor(
-        "training of BERT-Large beside PT-TRT (ours: DDP beside NCCL)", 2.12, last.speed
+        "training of BERT-Large compared with PT-TRT (ours: DDP, with NCCL)", 2.12, last.speed
     )
-    reduce = _factor("all-reduce beside training (ours: beside layers)", 1.82,
+    reduce = _factor("all-reduce during training (ours: during layers)", 1.82,
                      last.offcore_beside / last.nccl_beside)  # fmt: skip
     told = ", ".join(f"{beside(one)} at {one.commit}" for one in earlier)
     share = (
         f"{last.nccl_beside:.0f} GB/s, {100 * last.nccl_beside / last.nccl_alone:.1f} % of alone"
     )
     return [
-        Finding("II-C", "NCCL's all-reduce beside BERT-Large (ours: beside layers)",
+        Finding("II-C", "NCCL's all-reduce during BERT-Large (ours: during layers)",
                 "5.0 GB/s, 53.6 %", share, "", "measured", None),
         replace(speed, key="F5", model=f"{speed.model} ({', '.join(others)})"),
         replace(reduce, key="F5", published="9.10 GB/s, 1.82x", model=f"{beside(last)} ({told})"),
@@ -204,15 +204,16 @@ def findings(rows: Rows, runs: Sequence[Training]) -> list[Finding]:
     found = [
         Finding("F4", "CPU-driven: one way", "39.3 us", f"{events}, {host}", "", "measured", None),
         _proxy(ping),
-        _factor("software engine beside CPU-driven by events", 3.5, ping["events"] / ping["proxy"]),
+        _factor("software engine compared with CPU-driven by events", 3.5,
+                ping["events"] / ping["proxy"]),
         _time("hardware engine: one way (ours: armed, fenced)", 4.32, ping["armed"]),
         _time("the same (ours: armed in copy order)", 4.32, ping["armed co"]),
-        _factor("hardware engine beside CPU-driven", 9.1, ping["events"] / ping["armed co"]),
+        _factor("hardware engine compared with CPU-driven", 9.1, ping["events"] / ping["armed co"]),
         Finding("F4", "software engine: 90 % of its peak from", "4 MB", f"{full >> 10} KiB", "",
                 "measured", full <= 4 * MIB),
-        _factor("8 KB messages beside a loop of memcpy: side by side", 3.87,
+        _factor("8 KB messages compared with a loop of memcpy: side by side", 3.87,
                 rate["contiguous", 8 * KIB] / loop),
-        _factor("8 KB messages beside a loop of memcpy: apart", 3.87,
+        _factor("8 KB messages compared with a loop of memcpy: apart", 3.87,
                 rate["apart", 8 * KIB] / loop),
         Finding("III-A", "a request", "8 bytes", "8 bytes", "", "by construction", None),
         Finding("II-B", "a GPU thread reads 4 bytes of the host (ours: push and echo)", "2 us",

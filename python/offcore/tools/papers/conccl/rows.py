@@ -141,7 +141,7 @@ def _isolated(found: Results) -> list[Finding]:
         _plain_row("F6", "memory-bound GEMMs' bandwidth dwarfs all others'", "dwarfs",
                    f"{traffic('mb1') / max(map(traffic, bound)):.1f}x the widest other",
                    "fitted", traffic("mb1") > 2 * max(map(traffic, bound))),
-        _plain_row("F6", "compute-bound GEMMs beside all_to_all: a similar ballpark", "similar",
+        _plain_row("F6", "compute-bound GEMMs during all_to_all: a similar ballpark", "similar",
                    f"{min(ballpark):.1f} to {max(ballpark):.1f} of it", "predicted", None),
         _plain_row("F6", "both leave headroom", "headroom", f"{100 * together:.0f} % of peak",
                    "predicted", together < 1),

@@ -21,7 +21,7 @@ from offcore.tools.papers.latte.rows import RATIO_BOUND
 from offcore.tools.papers.latte.sweep import Curve
 
 NAME = "mi300x-8"
-ABSOLUTE = "absolute times are weakly pinned: published ratios fix them only up to a common factor"
+ABSOLUTE = "absolute times are uncertain by about 25 %, since ratios do not fix their scale"
 
 
 def caution(machine: str | None) -> str:

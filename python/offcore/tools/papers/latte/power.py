@@ -162,8 +162,8 @@ def findings(one: Shares) -> list[Finding]:
     lines = (
         ("P1", "total_less", "power by engines, 64 MB and more", "32 % less"),
         ("P1", "xcd_times", "XCD power of RCCL by that of engines", "3.7x"),
-        ("P2", "b2b_less", "prelaunch_b2b beside prelaunch_pcpy, 16 - 64 KB", "3-4 % less"),
-        ("P3", "bcst_less", "prelaunch_bcst beside prelaunch_pcpy, 1 MB", "5-10 % less"),
+        ("P2", "b2b_less", "prelaunch_b2b compared with prelaunch_pcpy, 16 - 64 KB", "3-4 % less"),
+        ("P3", "bcst_less", "prelaunch_bcst compared with prelaunch_pcpy, 1 MB", "5-10 % less"),
     )
     found = []
     for key, name, claim, published in lines:
