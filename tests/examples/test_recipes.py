@@ -42,6 +42,8 @@ ENGINES = ("vllm", "lmcache", "sglang.launch_server")
 NOTES = "import json, os, sys\njson.dump([sys.argv[1:], dict(os.environ)], open('told', 'w'))\n"
 # Variables that pages set for others than Offcore.
 OF_OTHERS = {"LD_PRELOAD", "LMCACHE_DEVICE_BACKEND", "VLLM_NCCL_SO_PATH"}
+# A page's command for each of several hosts, as one runs it alone.
+ON_ONE_HOST = {"--nnodes 4": "--nnodes 1", "--node-rank R": "--node-rank 0", "HOST": "127.0.0.1"}
 # What the programs have that these pieces are written into.
 BEFORE = {
     "docs/training.md": """
@@ -140,7 +142,9 @@ def marks(line: Shown) -> list[pytest.MarkDecorator]:
 
 
 def in_a_shell(command: str, tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Where there are the examples, the README's train.py, and the programs that are stand-ins."""
+    """Where there are the examples, the README's program, and the programs that are stand-ins."""
+    for given, alone in ON_ONE_HOST.items():
+        command = re.sub(rf"{given}\b", alone, command)
     env = folder_of(tmp_path, command)
     for name, words in (("torchrun", "-m torch.distributed.run"), *((e, e) for e in ENGINES[:2])):
         tool = tmp_path / "bin" / name
@@ -151,7 +155,8 @@ def in_a_shell(command: str, tmp_path: Path, **more: str) -> subprocess.Complete
         (tmp_path / name).write_text(NOTES, "utf-8")
     recipe, page = blocks_of("docs/recipes.md")[0], blocks_of("README.md")[0]
     (tmp_path / "fsdp.py").write_text(recipe, "utf-8")
-    (tmp_path / "train.py").write_text(page, "utf-8")
+    for name in ("train.py", "your_program.py"):
+        (tmp_path / name).write_text(page, "utf-8")
     env = {name: value for name, value in env.items() if name != "RANK"} | more
     done = subprocess.run(
         command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100

@@ -144,7 +144,8 @@ def test_everything_public_is_on_the_page_of_the_api() -> None:
     text = (ROOT / "docs/api.md").read_text("utf-8")
     named = set(re.findall(r"^::: (\S+)$", text, re.M))
     modules = {name.rpartition(".")[0] for name in named} - {"offcore"}
-    for name in modules - {"offcore.torch", "offcore.distributed", "offcore.serving.transformers"}:
+    partly = {"offcore.torch", "offcore.distributed", "offcore.serving.transformers"}
+    for name in modules - {*partly, "offcore.mcast.torch"}:
         public = importlib.import_module(name)
         ours = {f"{name}.{one}" for one in public.__all__ if callable(getattr(public, one))}
         assert ours <= named, name

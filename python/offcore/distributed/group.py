@@ -34,16 +34,16 @@ _configured = Arguments()
 
 
 def configure(**arguments: Any) -> None:
-    """Sets arguments of offcore.Communicator for groups that this process makes from now on;
-    `Options` go before them. All ranks configure alike."""
+    """Sets arguments of offcore.Communicator for groups that this process creates afterwards;
+    `Options` override them. All ranks must pass the same values."""
     _configured.arguments.update(Options(**arguments).arguments)
 
 
 class Options(Arguments):
-    """What is passed as `pg_options`: arguments of offcore.Communicator, such as sms=8; `between`,
+    """Options for `pg_options`: arguments of offcore.Communicator, such as sms=8; `between`,
     offcore.mcast.torch.McastOptions for multicast between hosts (docs/hosts.md); `all_reduce_from`:
-    all-reduces on GPUs of fewer bytes are NCCL's (default 256 MiB; 0: none); and `memory`: bytes of
-    window memory for the back end's `allocate_tensor` (default 0: it has none)."""
+    all-reduces on GPUs of fewer bytes use NCCL (default 256 MiB; 0: none); and `memory`: bytes of
+    window memory for the group's `allocate_tensor` (default 0: none)."""
 
     known = {*signature(Communicator).parameters, *OF_GROUPS} - _FROM_GROUP
 

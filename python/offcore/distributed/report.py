@@ -11,11 +11,11 @@ from offcore.errors import error
 
 
 def report(group: Any = None) -> dict[str, Any]:
-    """Calls since the group was made: `carried` by offcore and `handed` to torch's own backends,
-    by name. By type of device: `memory`, the bytes for `allocate_tensor` and how many tensors were
-    `refused` since it was full; `obstacles`, why no call can be carried; and `hosts`, of a group
-    that spans hosts: how many, the `ranks` of each, and bytes `received` from others. group: None
-    is the default one. Raises `Error`: invalid for a group of another backend.
+    """Numbers of calls by name since the group was created: `carried` by Offcore, `handed` to
+    torch's own backends. Per device type: `memory`, the `bytes` for `allocate_tensor` and the
+    number of tensors `refused` because it was full; `obstacles`, why no call can be carried; and
+    `hosts`, if the group spans hosts: their number, the `ranks` of each, and bytes `received` from
+    other hosts. group: default: the default group. Raises `Error`: invalid for other backends.
     """
     found = calls_of(group)
     if found is None:

@@ -28,9 +28,9 @@ def numbers_of(name: str, given: ArrayLike) -> Slots:
 
 
 class HostPool:
-    """Pinned host memory for KV blocks: a row holds one with all layers, or `Layout.row_blocks`.
+    """Pinned host memory for KV blocks: a row holds one block (all layers), or `Layout.row_blocks`.
 
-    block_bytes: of a row: `Layout.row_bytes`.
+    block_bytes: bytes per row: `Layout.row_bytes`.
     blocks: number of rows. They are registered with the driver in the background, about 0.1 s/GB,
         in chunks of `chunk_bytes`. No row and no copy crosses chunks. See `progress`.
     backend: "cuda", "host", "sim" or "auto": cuda if available, else host.
@@ -39,7 +39,7 @@ class HostPool:
     memory: existing host memory for the rows: a writable, contiguous numpy array, mmap, torch CPU
         tensor or buffer. It is registered in place, in chunks that start at a page (in one chunk if
         it does not), and kept until the pool has released it. Several processes may register the
-        same shared memory. Or a list of such, or of pairs (memory, stride), with rows numbered in
+        same shared memory. Or a list of these, or of pairs (memory, stride), with rows numbered in
         this order; entries that share a page must have been registered by their owner.
     row_stride: bytes between the starts of rows in `memory`; default `block_bytes`. Gaps between
         rows are never touched.

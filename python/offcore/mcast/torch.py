@@ -44,14 +44,15 @@ _configured: dict[str, Any] = {}
 
 
 class McastOptions(Arguments):
-    """What is passed as `pg_options`: arguments of offcore.mcast.Communicator."""
+    """Options for `pg_options`: arguments of offcore.mcast.Communicator."""
 
     known = signature(mcast.Communicator).parameters.keys() - {"meeting", "rank", "world_size"}
 
 
 def configure(**arguments: Any) -> None:
-    """Sets arguments of offcore.mcast.Communicator for groups that this process makes from now
-    on; `McastOptions` go before them. All ranks configure alike, but for their interface."""
+    """Sets arguments of offcore.mcast.Communicator for groups that this process creates
+    afterwards; `McastOptions` override them. All ranks must pass the same values, except
+    `interface`."""
     _configured.update(McastOptions(**arguments).arguments)
 
 
