@@ -168,24 +168,34 @@ std::unique_ptr<Mark> mark(Backend& backend, const std::string& what, uintptr_t 
   return what == "stream" ? streams->mark_stream(handle) : streams->mark_event(handle);
 }
 
-// Numbers as nearly all calls name them: an array of int64. False: it is something else.
-bool plain_numbers(nb::handle given, std::vector<int64_t>& numbers) {
-  Py_buffer view;
-  if (PyObject_CheckBuffer(given.ptr()) == 0) return false;
-  if (PyObject_GetBuffer(given.ptr(), &view, PyBUF_ND | PyBUF_FORMAT) != 0) {
-    PyErr_Clear();  // it is not contiguous
-    return false;
+// Numbers as nearly all calls name them: a contiguous array of int64. Or something else.
+class PlainNumbers {
+ public:
+  explicit PlainNumbers(nb::handle given) {
+    if (PyObject_CheckBuffer(given.ptr()) == 0) return;
+    held_ = PyObject_GetBuffer(given.ptr(), &view_, PyBUF_ND | PyBUF_FORMAT) == 0;
+    if (!held_) PyErr_Clear();  // it is not contiguous
   }
-  const std::string_view format = view.format == nullptr ? "B" : view.format;
-  const bool plain =
-      view.ndim == 1 && view.itemsize == sizeof(int64_t) && (format == "l" || format == "q");
-  if (plain) {
-    const auto* const first = static_cast<const int64_t*>(view.buf);
-    numbers.assign(first, first + view.shape[0]);
+  PlainNumbers(const PlainNumbers&) = delete;
+  PlainNumbers& operator=(const PlainNumbers&) = delete;
+  ~PlainNumbers() {
+    if (held_) PyBuffer_Release(&view_);
   }
-  PyBuffer_Release(&view);
-  return plain;
-}
+
+  bool plain() const {
+    if (!held_ || view_.ndim != 1 || view_.itemsize != sizeof(int64_t)) return false;
+    const std::string_view format = view_.format == nullptr ? "B" : view_.format;
+    return format == "l" || format == "q";
+  }
+  void put(std::vector<int64_t>& numbers) const {
+    const auto* const first = static_cast<const int64_t*>(view_.buf);
+    numbers.assign(first, first + view_.shape[0]);
+  }
+
+ private:
+  Py_buffer view_;
+  bool held_ = false;
+};
 
 // Whether it is one of Python's own, from 0 on, or False or True.
 bool plain_count(nb::handle given, uint32_t& result) {
@@ -203,20 +213,26 @@ bool plain_count(nb::handle given, uint32_t& result) {
 nb::object start(Transfer& self, bool load, nb::handle blocks, nb::handle slots,
                  const nb::tuple& how, const nb::tuple& after) {
   Released::drop();
+  const PlainNumbers named(blocks);
+  const PlainNumbers places(slots);
+  if (!named.plain() || !places.plain()) return nb::none();
   kv::TransferRequest request = self.request(load ? Direction::load : Direction::store);
+  named.put(request.blocks);
+  places.put(request.slots);
   const nb::handle priority = how[1];
-  if (!plain_numbers(blocks, request.blocks) || !plain_numbers(slots, request.slots) ||
-      !plain_count(how[0], request.group) || !plain_count(how[2], request.layers_together) ||
+  if (!plain_count(how[0], request.group) || !plain_count(how[2], request.layers_together) ||
       !PyLong_CheckExact(priority.ptr()) || !nb::try_cast(priority, request.priority, false) ||
       request.priority == INT32_MIN) {
     return nb::none();
   }
-  std::optional<std::pair<std::string, uintptr_t>> work;
-  if (after.size() > 0) work = nb::cast<std::pair<std::string, uintptr_t>>(after);
+  std::pair<std::string, uintptr_t> work;
+  if (after.size() > 0 && !nb::try_cast(nb::handle(after), work)) {
+    fail(Code::invalid, "after: a handle of a stream or an event is from 0 to 2^64 - 1");
+  }
   std::shared_ptr<Job> job;
   {
     const LockReleased released;
-    if (work) request.after = mark(self.backend(), work->first, work->second);
+    if (after.size() > 0) request.after = mark(self.backend(), work.first, work.second);
     job = self.start(std::move(request));
   }
   return nb::cast(Started(self.shared_from_this(), std::move(job)));

@@ -95,6 +95,8 @@ def test_a_plot_of_many_cases_can_be_read() -> None:
     width, height = figure.get_size_inches() * 140
     assert max(width, height) < 2500
     assert figure.get_suptitle() == "KV blocks: one request, 1 x NVIDIA H200"
+    simulated = rows_figure([{**row, "backend": "sim"} for row in records], 16)
+    assert simulated.get_suptitle() == "KV blocks: one request, simulated"
     told = [text.get_text() for axes in figure.axes for text in axes.get_xticklabels()]
     assert len(told) == sum(map(len, speedups(records, 16).values()))
     for axes in figure.axes:

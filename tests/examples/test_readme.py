@@ -65,6 +65,13 @@ def small_reductions() -> list[str]:
     return [f"reductions on 2 GPUs: up to 1 MiB, at most {max(slower.values()):.1f} times"]
 
 
+def gathers() -> dict[tuple[str, str], str]:
+    """Speed with Offcore's all-gathers alone, by model and tokens, of the newest section."""
+    words = (RESULTS / "train-h200-2.txt").read_text("utf-8").split("\n4. At ")[1]
+    found = re.findall(r"^ +(wide|1b) +(\d+) +gather +[\d.]+ +[\d.]+ +([\d.]+)", words, re.M)
+    return {(model, tokens): speed for model, tokens, speed in found}
+
+
 def steps() -> list[str]:
     """Of FSDP2 and DDP, ours and NCCL's: what later sections of the file have goes for older."""
     words = (RESULTS / "train-h200-2.txt").read_text("utf-8").split("\n4. At ")[1]
@@ -258,11 +265,12 @@ def vllm_first_tokens(commit: str, prompt: int = 8192) -> list[str]:
 def vllm_half() -> tuple[float, float]:
     """How many times as fast as by vLLM's copies, at least and at most, with half of the blocks."""
     ttft = {
-        (r["prompt"], r["arm"]): r["ttft_ms"]
+        (r["commit"], r["prompt"], r["arm"]): r["ttft_ms"]
         for r in rows("serving-vllm-h200.jsonl")
-        if (r["commit"], r["model"], r["batch"], r["hit"]) == ("f292fa4d", "7b", 8, 50)
+        if (r["model"], r["batch"], r["hit"]) == ("7b", 8, 50)
     }
-    times = [ttft[prompt, "own"] / ttft[prompt, "ours"] for prompt in (4096, 8192)]
+    runs = {(commit, prompt) for commit, prompt, _ in ttft}
+    times = [ttft[(*run, "own")] / ttft[(*run, "ours")] for run in runs]
     return min(times), max(times)
 
 
@@ -345,7 +353,10 @@ def test_the_page_of_training_has_the_recorded_steps() -> None:
         cells = line.replace(" step, ", ", ").replace(" parameters", "").split(" | ")
         name, ours, nccl, speed = (*cells[:3], cells[3].split("speed ")[1])
         start = re.escape(f"| {name.removesuffix(' tokens')} tokens")
-        told = rf"{start}[a-z ]* \| {speed} \| [\d.]* ?\| {ours} \| {nccl[5:]} \|"
+        model = "wide" if "2.9 B" in name else "1b"
+        place = model, re.sub(r"\D", "", name.rsplit(", ", 1)[1])
+        alone = gathers()[place] + " " if name.startswith("FSDP2") else ""
+        told = rf"{start}[a-z ]* \| {speed} \| {alone}\| {ours} \| {nccl[5:]} \|"
         assert re.search(told, page), line
 
 

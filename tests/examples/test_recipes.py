@@ -144,7 +144,7 @@ def marks(line: Shown) -> list[pytest.MarkDecorator]:
 def in_a_shell(command: str, tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Where there are the examples, the README's program, and the programs that are stand-ins."""
     for given, alone in ON_ONE_HOST.items():
-        command = re.sub(rf"{given}\b", alone, command)
+        command = re.sub(rf"(?<!\w){given}\b", alone, command)
     env = folder_of(tmp_path, command)
     for name, words in (("torchrun", "-m torch.distributed.run"), *((e, e) for e in ENGINES[:2])):
         tool = tmp_path / "bin" / name

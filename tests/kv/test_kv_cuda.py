@@ -136,6 +136,7 @@ def test_what_cannot_be_waited_for() -> None:
     class Never: cuda_event = 0
     assert code_of(lambda: world.transfer.load([0], [0], after=Never)) == (
         "invalid", "after: the event was never recorded; record it in a stream")
+    assert code_of(lambda: world.transfer.load([0], [0], after=-1))[0] == "invalid"
     stream, graphs = driver.stream(), []
     with driver.capture(stream, graphs):
         code, told = code_of(lambda: world.transfer.load([0], [0], after=stream))

@@ -181,10 +181,10 @@ def test_the_caller_begins_with_few_blocks() -> None:
     code = """
     world = Apart(layers=2, blocks=200, page=64, policy="pack", linger=0.0)
     blocks, slots, packs = some(200, of=200), some(200, 1, 400), []
-    for turn in range(8):
+    while 2 not in packs and len(packs) < 100:
         time.sleep(0.05)
         packs.append(world.transfer.store(blocks, slots).wait(20).calls["packs"])
-    assert set(packs) == {1, 2} or set(packs) == {2}, packs
+    assert 2 in packs, packs
     assert (world.rows(slots) == world.wanted(blocks)).all()
     world.transfer.close()
     """

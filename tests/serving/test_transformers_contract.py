@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import needs
+import offcore
 from offcore.serving import engines
 from offcore.serving import transformers as serving
 
@@ -196,6 +197,18 @@ def test_the_log_says_that_it_copies(
     with caplog.at_level("INFO", "offcore.serving"):
         engine.Engine(model)
     assert caplog.messages == ["transformers: offcore copies KV blocks"]
+
+
+def test_the_log_says_nothing_where_no_block_fits(
+    model: engine.Model, api: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.enable(model, 64)
+    with (
+        caplog.at_level("INFO", "offcore.serving"),
+        pytest.raises(offcore.Error, match="a block takes"),
+    ):
+        engine.Engine(model)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0"], indirect=True)

@@ -58,7 +58,6 @@ class HostTier:
         """
         layout = kv.Layout(list(caches))
         form = (*form, layout.block_bytes, layout.device)
-        log.info("transformers: offcore copies KV blocks")
         with self.lock:
             if self._pool is None or form != self._form:
                 blocks = self.host_bytes // layout.block_bytes
@@ -70,7 +69,9 @@ class HostTier:
                 self.clear()
                 self._pool = self.pool_of(layout, blocks)
                 self._form = form
-            return self.transfer_of(layout, self._pool)
+            made = self.transfer_of(layout, self._pool)
+        log.info("transformers: offcore copies KV blocks")
+        return made
 
     def pool_of(self, layout: kv.Layout, blocks: int) -> kv.HostPool:
         """The memory, with a row for each block."""

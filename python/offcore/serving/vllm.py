@@ -78,10 +78,10 @@ def _spec() -> type:
         views = _views(self, kv_caches) if fit else None
         if views is None:
             return own.create_worker(self, kv_caches)
-        log.info("vLLM: offcore copies KV blocks")
-        chunks, per_chunk = _numbers(self)
         options = self.extra_config.get("offcore", {})
-        return worker(base.TransferResult, views, chunks, per_chunk, options)
+        made = worker(base.TransferResult, views, *_numbers(self), options)
+        log.info("vLLM: offcore copies KV blocks")
+        return made
 
     worker: Any = type("OffcoreOffloadingWorker", (Worker, base.OffloadingWorker), {})
     return type(NAME, (own,), {"create_worker": create_worker, "__module__": __name__})

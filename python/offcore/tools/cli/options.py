@@ -161,7 +161,7 @@ WarmupOption = Annotated[
     int, typer.Option(min=0, max=COUNT_MAX, metavar="N", help="Calls before the first batch.")
 ]
 CheckOption = Annotated[
-    bool, typer.Option(metavar="", help="Check every byte (up to 64M on sim, on 8 ranks).")
+    bool, typer.Option(metavar="", help="Check every byte (on sim up to 64M, 512M of all ranks).")
 ]
 BaselineOption = Annotated[
     str | None,

@@ -116,7 +116,9 @@ def rows_figure(records: Sequence[dict[str, Any]], figure: int | None = None) ->
 def _where(records: Sequence[dict[str, Any]]) -> str:
     """The GPUs of all rows, or the backends where there was none."""
     names = {
-        row.get("versions", {}).get("gpus", "").split(",")[0] or row.get("backend", "")
+        row.get("versions", {}).get("gpus", "").split(",")[0]
+        if row.get("backend") == "cuda"
+        else row.get("backend", "")
         for row in records
     }
     return "; ".join("simulated" if name == "sim" else name for name in sorted(names))
