@@ -6,6 +6,10 @@ switch, or a link between every two, whatever the number. Commands, signals and 
 rank's; a row counts as the one command that it is part of. `flag_bytes` are a rank's flag words
 (mi300x: those that all ranks share in host memory), `slot_bytes` what reductions add to a window.
 
+`part` is what a rank plans of an all-gather whose shape it knows: its own queues, from those of
+half the size (CPU seconds, the mean of many). `whole_cpu_s` is the first call of the shape.
+`choice` is how long the cost model weighs an all-gather's variants, of each size.
+
 `meet` starts a process a rank on this host: CPU seconds of all of them, and the time from the first
 start until the last one has a communicator.
 
@@ -41,6 +45,7 @@ from offcore.tools.report import JsonLines, Stamp
 
 NBYTES = 64 << 20  # of an all-gather's or all-reduce's output, and a broadcast
 VARIANTS = ("pcpy", "bcst", "fan", "b2b")
+PARTS = 200  # that are timed together
 MEETING = (2, 8, 32, 72)  # processes
 HOSTS, LOCAL = (2, 16, 128, 1024), 8
 SPANNING = (64 << 20, 1 << 30)  # whole tensors
@@ -90,6 +95,47 @@ def plan(op: str, variant: str, name: str, ranks: int) -> Row:
         "simulated_us": time_ns / 1e3,
         "simulation_cpu_s": round(simulated_s - planned_s, 4),
         "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+
+
+def part(variant: str, name: str, ranks: int) -> Row:
+    machine, form = machine_of(name, ranks), _core.Protocol()
+    unit = NBYTES // ranks // 256 * 128
+    scale = _core.ScaleRange(unit)
+    start_s = time.process_time()
+    program = _core.plan(_core.moves_all_gather([unit] * ranks), variant, machine, form, scale)
+    planned_s = time.process_time()
+    if not scale.holds(2 * unit):
+        raise SystemExit(f"{variant} on {name}: another plan at twice the size")
+    own = _core.part_of(program, ranks // 2)
+    scaled_s = time.process_time()
+    for _ in range(PARTS):
+        _core.scaled(own, unit, 2 * unit)
+    return {
+        "measure": "part",
+        "op": "all_gather",
+        "machine": name,
+        "ranks": ranks,
+        "variant": variant,
+        "bytes": NBYTES,
+        "whole_cpu_s": round(planned_s - start_s, 4),
+        "part_cpu_s": round((time.process_time() - scaled_s) / PARTS, 7),
+    }
+
+
+def choice(name: str, ranks: int) -> Row:
+    machine, form = machine_of(name, ranks), _core.Protocol()
+    moves = _core.moves_all_gather([NBYTES // ranks // 256 * 256] * ranks)
+    start_s = time.process_time()
+    variant, _ = _core.choose(moves, NBYTES, machine, form)
+    return {
+        "measure": "choice",
+        "op": "all_gather",
+        "machine": name,
+        "ranks": ranks,
+        "variant": variant,
+        "bytes": NBYTES,
+        "choice_cpu_s": round(time.process_time() - start_s, 4),
     }
 
 
@@ -272,6 +318,11 @@ def rows(given: list[int], only: list[str]) -> Iterator[Row]:
             for variant in VARIANTS:
                 yield in_child((plan, "all_gather", variant, name, ranks))
             yield in_child((plan, "all_reduce", "auto", name, ranks))
+    for ranks in given if wanted("part") else ():
+        for variant in VARIANTS:
+            yield in_child((part, variant, "nvidia-8", ranks))
+    for ranks in given if wanted("choice") else ():
+        yield in_child((choice, "nvidia-8", ranks))
     for ranks in MEETING if wanted("meet") else ():
         yield in_child((meet, ranks))
     for hosts in HOSTS:

@@ -31,6 +31,7 @@
 #include "core/base/error.h"
 #include "core/base/fork.h"
 #include "core/base/log.h"
+#include "core/comm/known_shapes.h"
 #include "core/comm/lane.h"
 #include "core/comm/lane_lock.h"
 #include "core/comm/plan_cache.h"
@@ -279,6 +280,7 @@ class Communicator : public std::enable_shared_from_this<Communicator>, public O
   uint32_t windows_made_ = 0;
   std::unordered_map<uint32_t, std::unique_ptr<Lane>> lanes_;
   PlanCache plans_;
+  KnownShapes shapes_;
   Journal calls_{{}};    // what ranks do together, as they begin it
   uint64_t called_ = 0;  // by this rank
   bool closed_ = false;

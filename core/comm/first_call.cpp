@@ -240,8 +240,9 @@ void Communicator::tell(const CachedPlan& plan) const {
   const Result& result = *plan.result;
   log_.info("new: ", plan.entry->text, ": ", result.variant, ", ", result.protocol, ", ",
             result.signals, result.staged ? ", staged" : "", result.tuned ? ", tuned" : "",
-            result.native ? "" : ", not native", "; ", result.counts.commands, " commands, ",
-            result.counts.engines, " engines, ", result.counts.syncs, " syncs");
+            result.native ? "" : ", not native", plan.program->only ? ", of a known shape" : "",
+            "; ", result.counts.commands, " commands, ", result.counts.engines, " engines, ",
+            result.counts.syncs, " syncs");
 }
 
 // Where the ranks' data lands. The call has its number then.
@@ -264,6 +265,9 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
   const Machine& machine = by_rank ? *by_rank : backend_->machine();
   auto plan = std::make_shared<CachedPlan>();
   Choice choice;
+  PlanShape shape;
+  ScaleRange range;
+  std::optional<KnownPart> known;
   in_time([&] {
     if (reduces(facts.collective)) {
       const ReductionPlan reduction = reduction_of(facts);
@@ -271,10 +275,17 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
       plan->program = plan_reduction(reduction, request.variant, machine, form, deadline);
       return;
     }
-    const Moves moves = moves_of(facts);
     choice = variant_of(request, facts, machine, form, deadline);
-    plan->program = offcore::plan(moves, choice.variant, machine, form, deadline);
+    if (local_ranks_.size() == 1 && ranks_ >= KnownShapes::kRanksMin) {
+      shape = shape_of(request, facts, choice.variant, form, machine);
+    }
+    if (shape.unit != 0) known = shapes_.find(shape);
+    range = ScaleRange(shape.unit);
+    plan->program = known ? known->program
+                          : offcore::plan(moves_of(facts), choice.variant, machine, form, deadline,
+                                          shape.unit != 0 ? &range : nullptr);
   });
+  // Of a known shape, this rank's part.
   const std::shared_ptr<const Program> whole = plan->program;
   const bool direct = form.entry && !form.staged && !form.captured;
   if (request.protocol == Wanted::credits && direct) {
@@ -296,7 +307,7 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
                                                     : to_string(plan->program->protocol)),
                 .signals = std::string(backend_->capabilities().signals),
                 .mode = whole->mode,
-                .native = whole->native && plan->loaded->native(),
+                .native = known ? known->native : whole->native && plan->loaded->native(),
                 .staged = form.staged,
                 .registered = landing != nullptr && landing->registered() && written(*whole),
                 .tuned = choice.tuned,
@@ -304,7 +315,8 @@ std::shared_ptr<CachedPlan> Communicator::make_plan(const Request& request, cons
                 .own_copy = own ? "engine" : "none",
                 .total_bytes = facts.total_bytes,
                 .slot_bytes = slot_bytes_of(*whole),
-                .counts = count(*whole)};
+                .counts = known ? known->counts : count(*whole)};
+  if (!known) shapes_.keep(shape, range, *whole, local_ranks_[0], result.counts, result.native);
   plan->result = std::make_shared<const Result>(std::move(result));
   return plan;
 }

@@ -85,9 +85,10 @@ struct Program {
   Protocol protocol = Protocol::promise;
   Mode mode = Mode::eager;
   Rank ranks = 0;
-  bool native = true;       // false where a command had to be expanded for this machine
-  uint32_t flag_words = 0;  // per rank, and again in host memory
-  uint16_t flag_span = 0;   // largest flag value; the lane's epoch moves on by this much a launch
+  bool native = true;        // false where a command had to be expanded for this machine
+  uint32_t flag_words = 0;   // per rank, and again in host memory
+  uint16_t flag_span = 0;    // largest flag value; the lane's epoch moves on by this much a launch
+  std::optional<Rank> only;  // the one rank whose queues are here: see core/plan/scale.h
   std::optional<Reduction> reduction;  // what reduce commands compute
   std::vector<Buffer> buffers;         // index = BufferId; [kFlagBuffer] is the flags themselves
   std::vector<Queue> queues;  // sorted by rank, then index: a rank's caller queue comes last

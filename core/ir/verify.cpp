@@ -312,6 +312,7 @@ class Replays {
 }  // namespace
 
 void verify(const Program& program, const Deadline& deadline) {
+  if (program.only) reject("shape", "only the queues of rank ", *program.only, " are here");
   verify_form(program);
   check_time(program, deadline);
   const Order order(program);

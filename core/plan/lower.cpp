@@ -31,11 +31,12 @@ void check_possible(const Moves& moves, const Variant& variant, const ProtocolFo
 class Lowering {
  public:
   Lowering(const Moves& moves, const Variant& variant, const Machine& machine,
-           const ProtocolForm& form)
+           const ProtocolForm& form, ScaleRange* range = nullptr)
       : moves_(moves),
         variant_(variant),
         machine_(machine),
         form_(form),
+        range_(range != nullptr ? *range : unasked_),
         words_(machine, moves.ranks) {
     form_.entry = form.entry || form.captured;
   }
@@ -131,8 +132,8 @@ class Lowering {
     gap.bytes = drains[1].dst.offset - gap.src.offset;
     const bool alike = drains[1].dst.buffer == first.dst.buffer &&
                        drains[1].src.offset == gap.dst.offset + gap.bytes;
-    const double longer_ns = static_cast<double>(gap.bytes) / machine_.links.local_gbps;
-    if (!alike || longer_ns > machine_.cost.setup_ns) return;
+    const double small = std::min(machine_.cost.setup_ns * machine_.links.local_gbps, 0x1p60);
+    if (!alike || !range_.at_most(gap.bytes, static_cast<uint64_t>(small))) return;
     const auto kept = std::find_if(moves_.moves.begin(), moves_.moves.end(), [&](const Move& move) {
       return move.dst == gap.src && move.bytes == gap.bytes && move.src.rank == rank;
     });
@@ -156,7 +157,7 @@ class Lowering {
 
   // Where a link has room for several engines, as memory that CPUs share, they divide a large copy.
   // How many do depends on the peers alone, so that in place and out of place peers are told alike.
-  void spread(std::vector<PlannedCopy>& pieces) const {
+  void spread(std::vector<PlannedCopy>& pieces) {
     const auto remote = static_cast<size_t>(
         std::count_if(pieces.begin(), pieces.end(),
                       [](const PlannedCopy& piece) { return !piece.peers.empty(); }));
@@ -167,7 +168,8 @@ class Lowering {
     std::vector<PlannedCopy> parts;
     for (const PlannedCopy& piece : pieces) {
       const uint64_t whole = piece.command.bytes;
-      const size_t count = whole < ways * kShareBytesMin ? 1 : ways;
+      const size_t count = range_.at_most(whole, ways * kShareBytesMin - 1) ? 1 : ways;
+      if (count > 1) range_.none();  // shares are aligned
       const uint64_t share = whole / count / kAlign * kAlign;
       for (size_t i = 0; i < count; ++i) {
         PlannedCopy& part = parts.emplace_back(piece);
@@ -245,7 +247,7 @@ class Lowering {
 
   // What is copied within the rank behind the signals takes a queue of its own where it is large:
   // it needs nobody's entry, and runs while the peers' parts do.
-  void part_own(std::vector<Draft>& drafts) const {
+  void part_own(std::vector<Draft>& drafts) {
     if (drafts.size() != 1 || variant_.engines != 0 || variant_.prelaunch) return;
     if (drafts[0].data.empty() || machine_.engines_peer < 2) return;
     uint64_t bytes = 0;
@@ -253,7 +255,7 @@ class Lowering {
       if (form_.staged && command.dst.buffer + 1u == moves_.buffers.size()) return;  // the slot
       bytes += command.bytes * command.rows;
     }
-    if (bytes < kOwnQueueBytesMin) return;
+    if (range_.at_most(bytes, kOwnQueueBytesMin - 1)) return;
     drafts.emplace_back().own = std::exchange(drafts[0].own, {});
   }
 
@@ -348,6 +350,8 @@ class Lowering {
   Variant variant_;
   const Machine& machine_;
   ProtocolForm form_;
+  ScaleRange unasked_;
+  ScaleRange& range_;
   const FlagWords words_;
   std::vector<std::vector<Draft>> drafts_;  // [rank][queue]
   std::vector<std::vector<Move>> drains_;   // [rank]
@@ -364,12 +368,13 @@ Protocol protocol_of(const ProtocolForm& form) {
 }
 
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
-              const ProtocolForm& form) {
+              const ProtocolForm& form, ScaleRange* range) {
   if (variant.kind == Variant::Shape::pipelined && form.staged) {
     check_possible(moves, variant, form);
+    if (range != nullptr) range->none();  // chunks are cut by size
     return lower_pipelined(moves, variant.chunk_bytes, machine, form);
   }
-  return Lowering(moves, variant, machine, form).run();
+  return Lowering(moves, variant, machine, form, range).run();
 }
 
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
@@ -379,8 +384,11 @@ Program lower(const Moves& moves, const Variant& variant, const Machine& machine
 
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
                                     const Machine& machine, const ProtocolForm& form,
-                                    const Deadline& deadline) {
-  auto program = std::make_shared<Program>(legalize(lower(moves, variant, machine, form), machine));
+                                    const Deadline& deadline, ScaleRange* range) {
+  Program lowered = lower(moves, variant, machine, form, range);
+  if (range != nullptr) note_limits(lowered, machine, *range);
+  auto program = std::make_shared<Program>(legalize(std::move(lowered), machine));
+  if (range != nullptr) note_whole(*program, *range);
   verify(*program, deadline);
   return program;
 }

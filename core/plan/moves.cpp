@@ -9,8 +9,7 @@ namespace offcore {
 namespace {
 
 constexpr Rank kRanksMax = 1024;
-constexpr size_t kBuffersMax = 250;                // ids are bytes, and a plan adds some
-constexpr uint64_t kBytesMax = uint64_t{1} << 48;  // keeps every sum of offsets inside 64 bits
+constexpr size_t kBuffersMax = 250;  // ids are bytes, and a plan adds some
 
 struct Sides {
   BufferId in;
@@ -46,7 +45,7 @@ void check_root(Rank root, size_t ranks) {
 std::vector<uint64_t> offsets_of(std::span<const uint64_t> counts) {
   std::vector<uint64_t> offsets(counts.size() + 1, 0);
   for (size_t i = 0; i < counts.size(); ++i) {
-    if (counts[i] > kBytesMax || offsets[i] + counts[i] > kBytesMax) {
+    if (counts[i] > kMovedBytesMax || offsets[i] + counts[i] > kMovedBytesMax) {
       fail(Code::invalid, "more than 2^48 bytes in one operation: split it");
     }
     offsets[i + 1] = offsets[i] + counts[i];

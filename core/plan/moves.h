@@ -10,6 +10,9 @@
 
 namespace offcore {
 
+// Of one operation: keeps every sum of offsets inside 64 bits.
+inline constexpr uint64_t kMovedBytesMax = uint64_t{1} << 48;
+
 struct Move {
   Slice dst;
   Slice src;

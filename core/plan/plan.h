@@ -7,6 +7,7 @@
 #include "core/base/clock.h"
 #include "core/machine/machine.h"
 #include "core/plan/moves.h"
+#include "core/plan/scale.h"
 #include "core/plan/variant.h"
 
 namespace offcore {
@@ -24,8 +25,9 @@ Protocol protocol_of(const ProtocolForm& form);
 
 // Throws unsupported when the operation cannot have the variant (swap out of place, bcst without
 // equal sources, ...). The result may hold commands the machine lacks: legalize expands them.
+// `range`: see scale.h.
 Program lower(const Moves& moves, const Variant& variant, const Machine& machine,
-              const ProtocolForm& form);
+              const ProtocolForm& form, ScaleRange* range = nullptr);
 
 // The same where the commands of the ranks' engine queues are given, by rank and queue. Nobody's
 // queues begin before all ranks have entered, and no rank has finished before all queues have: what
@@ -38,10 +40,12 @@ Program lower(const Moves& moves, const Variant& variant, const Machine& machine
 // unsupported where that takes more commands than anybody could check or enqueue.
 Program legalize(Program program, const Machine& machine);
 
-// lower, legalize, verify. Throws timeout.
+// lower, legalize, verify. Throws timeout. `range`: of a unit that divides all counts; it becomes
+// that of the units for which this plan, scaled, is the plan.
 std::shared_ptr<const Program> plan(const Moves& moves, const Variant& variant,
                                     const Machine& machine, const ProtocolForm& form,
-                                    const Deadline& deadline = Deadline::never());
+                                    const Deadline& deadline = Deadline::never(),
+                                    ScaleRange* range = nullptr);
 
 // A program of protocol barrier in two: the entry signals of its callers alone, to be sent as soon
 // as the buffers are free, and all the rest, which waits for them as before. Only together are they

@@ -128,10 +128,21 @@ void bind_reductions(nb::module_& module) {
       "What the tuned table has for a reduction, or an empty string.");
 }
 
+void bind_scales(nb::module_& module) {
+  nb::class_<ScaleRange>(module, "ScaleRange")
+      .def(nb::init<uint64_t>(), nb::arg("unit"), "unit: bytes; it divides all counts.")
+      .def("holds", &ScaleRange::holds, nb::arg("unit"));
+  module.def("part_of", &part_of, nb::arg("program"), nb::arg("rank"),
+             "The queues of one rank: no whole program, which verify refuses.");
+  module.def("scaled", &scaled, nb::arg("program"), nb::arg("unit"), nb::arg("to"),
+             "The program for another unit, which the range of its plan holds.");
+}
+
 }  // namespace
 
 void bind_plan(nb::module_& module) {
   bind_moves(module);
+  bind_scales(module);
   nb::class_<ProtocolForm>(module, "Protocol")
       .def(
           "__init__",
@@ -170,11 +181,14 @@ void bind_plan(nb::module_& module) {
   module.def(
       "plan",
       [](const Moves& moves, const std::string& variant, const Machine& machine,
-         const ProtocolForm& protocol) {
-        return *plan(moves, parse_variant(variant), machine, protocol);
+         const ProtocolForm& protocol, ScaleRange* range) {
+        return *plan(moves, parse_variant(variant), machine, protocol, Deadline::never(), range);
       },
       nb::arg("moves"), nb::arg("variant"), nb::arg("machine"), nb::arg("protocol"),
-      "lower, legalize and verify.");
+      nb::arg("range").none() = nb::none(),
+      "lower, legalize and verify. range: becomes that of the units for which the plan is the "
+      "same\n"
+      "but for its scale.");
   module.def(
       "choose",
       [](const Moves& moves, uint64_t total_bytes, const Machine& machine,

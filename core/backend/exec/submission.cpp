@@ -1,6 +1,7 @@
 #include "core/backend/exec/submission.h"
 
 #include <algorithm>
+#include <array>
 
 #include "core/backend/wakeup.h"
 #include "core/ir/serial_order.h"
@@ -27,6 +28,10 @@ CompiledProgram::CompiledProgram(std::shared_ptr<const Program> program_, Rank r
   if (program->ranks != ranks) {
     fail(Code::invalid, "a program of ", program->ranks, " ranks cannot run on a backend of ",
          ranks);
+  }
+  if (program->only && !std::ranges::equal(local_ranks, std::array{*program->only})) {
+    fail(Code::invalid, "the queues of rank ", *program->only,
+         " alone run only where it is the one local rank");
   }
   const auto check_pages = [&](const Command& command) {
     const Buffer::Home dst = program->buffers[command.dst.buffer].kind;
