@@ -45,8 +45,23 @@ def test_scaling_has_the_recorded_plans() -> None:
          seconds(row["plan_cpu_s"]), f"{whole(row['simulated_us'])} us",
          seconds(row["simulation_cpu_s"])]
         for row in rows("scale.jsonl", measure="plan", op="all_gather", machine="nvidia-8")
+        if row["variant"] != "b2b"  # as many commands as pcpy's copies, and as long
     ]  # fmt: skip
-    assert table("scaling.md", "| ranks | variant |") == made
+    assert table("scaling.md", "| ranks | variant | commands") == made
+
+
+def test_scaling_has_the_recorded_parts_and_choices() -> None:
+    text = " ".join((ROOT / "docs" / "scaling.md").read_text("utf-8").split())
+    took = {
+        row["ranks"]: 1e6 * row["part_cpu_s"]
+        for row in rows("scale.jsonl", measure="part", variant="pcpy")
+    }
+    assert (
+        f"`pcpy` takes {took[72]:.1f} us at 72 ranks, {took[256]:.1f} at 256 and "
+        f"{took[1024]:.0f} at 1,024"
+    ) in text
+    [choice] = rows("scale.jsonl", measure="choice", ranks=1024)
+    assert f"no tuned table ({choice['choice_cpu_s']:.1f} s at 1,024 ranks" in text
 
 
 def test_scaling_has_the_recorded_meetings_and_broadcasts() -> None:
