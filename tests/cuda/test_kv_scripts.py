@@ -88,8 +88,8 @@ def test_the_hosts_share_is_told_of_each_layout(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in rows_file.open()]
     calls = [row for row in rows if row["metric"] == "call"]
     assert {(row["layout"], row["direction"], row["state"]) for row in calls} == {
-        (f"{shared} blocks a row", direction, state)
-        for shared in (1, 16)
+        (layout, direction, state)
+        for layout in ("1 block a row", "16 blocks a row", "K and V in rows apart")
         for direction in ("load", "store")
         for state in ("warm", "cold", "asleep")
     }
