@@ -7,7 +7,6 @@ benchmarks/results, from a calibration or from the simulator. Tests hold the doc
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from offcore.tools.mcast.fat_tree import Load, Tree, Wire, measure
 from offcore.tools.overlap import model as overlap_model
 from offcore.tools.papers import gpu_driven
 from offcore.tools.papers.conccl import rows as conccl_rows
-from offcore.tools.papers.findings import Finding
+from offcore.tools.papers.findings import Finding, tally
 from offcore.tools.papers.latte import calibrated, figures, kv, power, rows
 from offcore.tools.papers.mcast import claims as mcast_claims
 from offcore.tools.records import read_records
@@ -129,17 +128,10 @@ def papers() -> list[str]:
          mcast, "mcast", "multicast-broadcast-and-all-gather-paper-004"),
     )  # fmt: skip
     body = (
-        (f"[{number}](#{anchor})", title, counted(found()), f"`offcore reproduce {command}`")
+        (f"[{number}](#{anchor})", title, tally(found()), f"`offcore reproduce {command}`")
         for number, title, found, command, anchor in named
     )
     return table(("paper", "title", "claims met", "command"), body)
-
-
-def counted(found: Sequence[Finding]) -> str:
-    """How many are met, by basis, of those that can fail."""
-    met = Counter(one.basis for one in found if one.met)
-    each = Counter(one.basis for one in found if one.met is not None)
-    return ", ".join(f"{met[basis]} of {number} {basis}" for basis, number in each.items())
 
 
 def residuals() -> list[str]:
