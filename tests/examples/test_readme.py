@@ -65,21 +65,22 @@ def small_reductions() -> list[str]:
     return [f"reductions on 2 GPUs: up to 1 MiB, at most {max(slower.values()):.1f} times"]
 
 
-def gathers() -> dict[tuple[str, str], str]:
-    """Speed with Offcore's all-gathers alone, by model and tokens, of the newest section."""
+def trained() -> dict[tuple[str, str, str], tuple[str, str]]:
+    """ms and speed of FSDP2's and DDP's steps, by model, tokens and arm: what later sections of
+    the file have goes for older."""
     words = (RESULTS / "train-h200-2.txt").read_text("utf-8").split("\n4. At ")[1]
-    found = re.findall(r"^ +(wide|1b) +(\d+) +gather +[\d.]+ +[\d.]+ +([\d.]+)", words, re.M)
-    return {(model, tokens): speed for model, tokens, speed in found}
+    found = re.findall(
+        r"^ +(wide|1b) +(\d+) +(ddp )?(own|gather|offcore) +([\d.]+) +[\d.]+ +([\d.]+)", words, re.M
+    )
+    return {(model + ddp, tokens, arm): (ms, of) for model, tokens, ddp, arm, ms, of in found}
 
 
 def steps() -> list[str]:
-    """Of FSDP2 and DDP, ours and NCCL's: what later sections of the file have goes for older."""
-    words = (RESULTS / "train-h200-2.txt").read_text("utf-8").split("\n4. At ")[1]
-    found = re.findall(
-        r"^ +(wide|1b) +(\d+) +(ddp )?(own|offcore) +([\d.]+) +[\d.]+ +([\d.]+)", words, re.M
-    )
-    ms = {(model + ddp, tokens, arm): time for model, tokens, ddp, arm, time, _ in found}
-    speed = {(model + ddp, tokens): of for model, tokens, ddp, arm, _, of in found if arm != "own"}
+    """Of FSDP2 and DDP, ours and NCCL's."""
+    found = trained()
+    ms = {case: time for case, (time, _) in found.items()}
+    speed = {(model, tokens): of for (model, tokens, arm), (_, of) in found.items()
+             if arm == "offcore"}  # fmt: skip
 
     def row(model: str, tokens: str) -> str:
         ours, nccl = (f"{float(ms[model, tokens, arm]):.0f}" for arm in ("offcore", "own"))
@@ -354,8 +355,8 @@ def test_the_page_of_training_has_the_recorded_steps() -> None:
         name, ours, nccl, speed = (*cells[:3], cells[3].split("speed ")[1])
         start = re.escape(f"| {name.removesuffix(' tokens')} tokens")
         model = "wide" if "2.9 B" in name else "1b"
-        place = model, re.sub(r"\D", "", name.rsplit(", ", 1)[1])
-        alone = gathers()[place] + " " if name.startswith("FSDP2") else ""
+        tokens = re.sub(r"\D", "", name.rsplit(", ", 1)[1])
+        alone = trained()[model, tokens, "gather"][1] + " " if name.startswith("FSDP2") else ""
         told = rf"{start}[a-z ]* \| {speed} \| {alone}\| {ours} \| {nccl[5:]} \|"
         assert re.search(told, page), line
 
