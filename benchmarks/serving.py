@@ -25,7 +25,8 @@ memory, while the GPU's own prefix cache is emptied; the rest is new. Arms:
 
 `loop` and `kernel` are the peers of DMA-Latte's Figures 16 and 17. `packed` and `kernel` need a
 GPU; `beside` is a decode step of 8 requests of 4,096 tokens, as a CUDA graph of the model's linear
-layers and attention, beside endless loads by some arms: ms alone, ms beside, GB/s of the loads.
+layers and attention, beside endless loads by some arms, and by one contiguous copy for each load,
+which is the least that engines can do: ms alone, ms beside, GB/s of the loads.
 `--swap` has no hits: requests outgrow the cache, are preempted and resumed, by the engine's
 OffloadingManager (engine), without host memory (recompute), and by the tier (ours).
 
@@ -55,7 +56,7 @@ from typing import Any
 
 import torch
 import transformers
-from serving_beside import beside
+from serving_beside import OneCopy, beside
 from serving_model import MODELS, attention, model_of
 from serving_peers import DriverTier, DriverTransfer, TorchTier, TorchTransfer
 from serving_table import ARMS, COPYING, USUAL, Row, agreement, failed, prompts_of, table_of
@@ -306,6 +307,7 @@ def run_beside(model: Any, args: argparse.Namespace) -> list[Row]:
     arms["packed"] = partial(kv.BlockTransfer, **PACKED)
     arms["batch"] = partial(DriverTransfer, copy=_core.copy_by_batch)
     arms["kernel"] = partial(kv.BlockTransfer, kernel=True)
+    arms["one copy"] = OneCopy
     return beside(model, arms, {"ours", "kernel"})
 
 

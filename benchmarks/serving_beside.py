@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from serving_peers import DriverJob
 
 from offcore import kv
 
@@ -49,8 +50,28 @@ def decode_graph(model: Any) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    replay: Callable[[], None] = graph.replay
+
+    def replay(_: object = (hidden, caches)) -> None:  # which the graph reads
+        graph.replay()
+
     return replay
+
+
+class OneCopy:
+    """The bytes of each load as one contiguous copy: no load by an engine can do less."""
+
+    def __init__(self, layout: kv.Layout, pool: kv.HostPool) -> None:
+        nbytes = LOADED * layout.block_bytes
+        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+    def load(self, blocks: list[int], slots: list[int], after: torch.cuda.Stream) -> DriverJob:
+        with torch.cuda.stream(after):
+            self._device.copy_(self._host, non_blocking=True)
+            return DriverJob(after)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
 
 
 class Loads:
