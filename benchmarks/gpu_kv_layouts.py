@@ -192,7 +192,7 @@ def show(rows: list[Row]) -> None:
     print("GB/s: auto, zero-SM, packed by 2, 4, 8, kernel, one batch, calls of 32, 64, 256,")
     print("single, torch, batch_copy | auto's % of the link, path, times as fast as torch,")
     print("as all peers; zero-SM / best batch peer | us to submit; SM-ms a GB, the kernel's;")
-    print("slowdown of GEMMs: auto, zero-SM, packed, kernel")
+    print("slowdown of GEMMs: auto, zero-SM, packed, kernel, one contiguous copy")
     for (step, layout, page, blocks, direction), ways in groups.items():
         own = ways["offcore"]
         layout += MEMORIES.get(step, "") if step != "adopted" or own["adopted"] else "!"
@@ -202,7 +202,9 @@ def show(rows: list[Row]) -> None:
         gemm = ""
         if own["gemm_slowdown"] is not None:
             shown = [name for name in ("offcore", *OWN, "kernel") if name in ways]
-            gemm = " gemm " + " ".join(f"{ways[name]['gemm_slowdown']:.3f}" for name in shown)
+            slower = [ways[name]["gemm_slowdown"] for name in shown]
+            slower.append(own["ceiling_gemm_slowdown"])
+            gemm = " gemm " + " ".join(f"{one:.3f}" for one in slower)
         print(
             f"{layout:>11} {format_bytes(page):>4} {blocks:4} {direction:>5} {rates} | "
             f"{100 * own['gbps'] / own['ceiling_gbps']:3.0f}% {own['path'][:6]:>6} "

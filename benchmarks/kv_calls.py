@@ -1,6 +1,6 @@
 """What the driver's own calls cost for pages of a KV cache, by form of the call and kind of memory.
 
-    python benchmarks/kv_calls.py
+    python benchmarks/kv_calls.py [--only strided pages tensors]
 
 It tells where the time of a transfer goes that offcore does not spend itself. `strided`: a copy of
 28 rows for each of 64 scattered blocks, by cuMemcpy2DAsync, whose sides are named (host, device) or
@@ -19,6 +19,7 @@ until the calls have returned, and until the copies have ended.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import mmap
@@ -399,18 +400,22 @@ def show_strided(calls: Calls, page: int, load: bool) -> None:
     show("kernel of", {str(n): (calls.kernel(load, page, n), nbytes) for n in WORKGROUPS})
 
 
-def main() -> int:
-    calls = Calls()
-    print("us until the calls have returned / until the copies have ended, and GB/s")
+def show_all_strided(calls: Calls) -> None:
     for page in (8 << 10, 16 << 10, 32 << 10):
         for load in (True, False):
             show_strided(calls, page, load)
+
+
+def show_pages(calls: Calls) -> None:
     print(f"{PAGES} scattered pages in batches")
     for page in (8 << 10, 32 << 10):
         for load in (True, False):
             sizes = (8, 16, 32, 64, 128, 256)
             cells = {str(n): (calls.pages(load, page, n), PAGES * page) for n in sizes}
             show(f"{'load' if load else 'store'} of {format_bytes(page)}", cells)
+
+
+def show_tensors(calls: Calls) -> None:
     print(f"pages of {BLOCKS} blocks in {TENSORS} tensors")
     for page in (8 << 10, 16 << 10, 32 << 10):
         for load in (True, False):
@@ -420,6 +425,19 @@ def main() -> int:
                     for n in (64, 128, 256, 512)
                 }
                 show(f"{'load' if load else 'store'} {format_bytes(page)} {order}", cells)
+
+
+PARTS = {"strided": show_all_strided, "pages": show_pages, "tensors": show_tensors}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="See the head of this file.")
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    parts = parser.parse_args().only
+    calls = Calls()
+    print("us until the calls have returned / until the copies have ended, and GB/s")
+    for part in parts:
+        PARTS[part](calls)
     return 0
 
 

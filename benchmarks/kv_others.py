@@ -1,12 +1,14 @@
-"""How long an application's own copies wait beside transfers of KV blocks on one GPU.
+"""How long an application's own copies and launches wait beside transfers of KV blocks on one GPU.
 
-    python benchmarks/kv_others.py                 # half a minute
+    python benchmarks/kv_others.py                 # a minute
+    python benchmarks/kv_others.py --only launches
 
 While a load or a store is under way (offcore by both engines and by one, one batch call, the
 kernel) another thread copies 1 KiB, or 512, to the host or to the GPU in a stream of its own and
 waits for it, again and again, as a serving engine fetches its tokens and hands over what a batch
-reads. Rows go to $OUT/cuda-kv-others.jsonl
-where OUT is set, else to benchmarks/results; the table comes last.
+reads. `launches`: it launches a small kernel instead, again and again, which takes the driver's
+lock as the calls of the transfer do; K and V lie apart in a tensor a layer. Rows go to
+$OUT/cuda-kv-others.jsonl where OUT is set, else to benchmarks/results; the table comes last.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from offcore.tools.report import Stamp, dumps
 
 LAYERS = 28
 TIMEOUT_S = 20.0
+WAYS = ("offcore", "zero-sm", "batch64", "batch256", "batch", "kernel", "torch")
 
 
 class Copies:
@@ -41,8 +45,11 @@ class Copies:
         self._host = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
         self._stream = torch.cuda.Stream()
 
-    def until(self, ended: threading.Event, to_host: bool) -> list[float]:
+    kinds = ("to_host", "to_gpu")
+
+    def until(self, ended: threading.Event, kind: str) -> list[float]:
         """Microseconds of each that began before that."""
+        to_host = kind == "to_host"
         dst, src = (self._host, self._gpu) if to_host else (self._gpu, self._host)
         times = []
         while not ended.is_set():
@@ -54,7 +61,45 @@ class Copies:
         return times
 
 
-def beside(way: Way, direction: str, copies: Copies, to_host: bool) -> tuple[list[float], float]:
+class Launches:
+    """Launches of a small kernel: the time of the call."""
+
+    kinds = ("launch",)
+    nbytes = 0
+
+    def __init__(self) -> None:
+        self._values = torch.zeros(1024, device="cuda")
+        self._stream = torch.cuda.Stream()
+
+    def until(self, ended: threading.Event, kind: str) -> list[float]:
+        times = []
+        with torch.cuda.stream(self._stream):
+            while not ended.is_set():
+                began = time.perf_counter()
+                torch.relu_(self._values)
+                times.append((time.perf_counter() - began) * 1e6)
+        self._stream.synchronize()
+        return times
+
+
+Others = Copies | Launches
+
+
+class Nothing:
+    """No transfer for a while: what others take alone."""
+
+    streamed = False
+
+    def enqueue(self, direction: str, stream: int) -> float:
+        time.sleep(0.005)
+        return 0.0
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def beside(way: Any, direction: str, others: Others, kind: str) -> tuple[list[float], float]:
     """Those times, and the microseconds that the way took meanwhile."""
     stream = torch.cuda.Stream()
     ended = threading.Event()
@@ -73,25 +118,26 @@ def beside(way: Way, direction: str, copies: Copies, to_host: bool) -> tuple[lis
 
     thread = threading.Thread(target=transfer)
     thread.start()
-    times = copies.until(ended, to_host)
+    times = others.until(ended, kind)
     thread.join()
     return times, took[0]
 
 
 def measure(
-    case: Case, name: str, way: Way, rounds: int, page: int, copies: Copies
+    case: Case, name: str, way: Any, rounds: int, page: int, others: Others
 ) -> list[dict[str, Any]]:
     rows = []
     for direction in ("load", "store"):
-        for to_host in (True, False):
-            beside(way, direction, copies, to_host)  # warm
-            found = [beside(way, direction, copies, to_host) for _ in range(rounds)]
+        for kind in others.kinds:
+            beside(way, direction, others, kind)  # warm
+            found = [beside(way, direction, others, kind) for _ in range(rounds)]
             times = sorted(one for times, _ in found for one in times)
             row = {
                 "impl": name,
                 "direction": direction,
-                "other": "to_host" if to_host else "to_gpu",
-                "other_bytes": copies.nbytes,
+                "other": kind,
+                "other_bytes": others.nbytes,
+                "layout": case.layout,
                 "page_bytes": page,
                 "layers": LAYERS,
                 "blocks": case.blocks,
@@ -105,14 +151,7 @@ def measure(
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pages", default="8K,64K", help="bytes of a layer's page")
-    parser.add_argument("--copies", default="1K,512K", help="bytes of the other copies")
-    parser.add_argument("--blocks", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=7, help="transfers of each kind")
-    args = parser.parse_args()
-    rows = []
+def beside_copies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for page in parse_sizes(args.pages):
         case = Case("cuda", Geometry("", LAYERS, page), "layers", args.blocks)
         ways: dict[str, Way] = {
@@ -123,15 +162,42 @@ def main() -> int:
         }
         for name, way in ways.items():
             for nbytes in parse_sizes(args.copies):
-                rows += measure(case, name, way, args.rounds, page, Copies(nbytes))
+                yield from measure(case, name, way, args.rounds, page, Copies(nbytes))
             way.close()
         case.close()
+
+
+def beside_launches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    launches = Launches()
+    for page in parse_sizes(args.apart):
+        case = Case("cuda", Geometry("", LAYERS, page), "kv-apart", args.blocks)
+        ways: dict[str, Any] = {"nothing": Nothing()}
+        ways |= {name: open_way(name, case, TIMEOUT_S) for name in WAYS}
+        for name, way in ways.items():
+            yield from measure(case, name, way, args.rounds, page, launches)
+            way.close()
+        case.close()
+
+
+PARTS = {"copies": beside_copies, "launches": beside_launches}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    parser.add_argument("--pages", default="8K,64K", help="bytes of a layer's page")
+    parser.add_argument("--apart", default="32K,64K", help="the same of K and V, for launches")
+    parser.add_argument("--copies", default="1K,512K", help="bytes of the other copies")
+    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7, help="transfers of each kind")
+    args = parser.parse_args()
+    rows = [row for part in args.only for row in PARTS[part](args)]
     stamp = asdict(Stamp())
     folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
     (folder / "cuda-kv-others.jsonl").write_text(
         "".join(dumps(row | stamp) for row in rows), "utf-8"
     )
-    print("page, transfer, copy: us of that, median, 90 %, most; of the transfer beside them")
+    print("page, transfer, copy or launch: us of that, median, 90 %, most; of the transfer")
     for row in rows:
         print(
             f"{format_bytes(row['page_bytes']):>5} {row['impl']:>19} {row['direction']:>5} "

@@ -2,7 +2,8 @@
 
 All that is measured takes turns, so that what disturbs the machine disturbs all alike; times are
 medians, by the host's clock: from the call until its caller has seen the end. `ceiling_gbps` is one
-contiguous copy of pinned memory, in the same run.
+contiguous copy of pinned memory, in the same run, and `ceiling_gemm_slowdown` how much products of
+matrices slow down during such copies.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         clock = Clock(plan.backend, plan.timeout_s)
         contiguous = stack.enter_context(closing(Contiguous(plan.backend, plan.ceiling_bytes)))
-        ceilings = {one: _ceiling(clock, contiguous, one) for one in plan.directions}
         products = Products() if plan.with_gemm else None
+        ceilings = {one: _ceiling(clock, contiguous, one, products) for one in plan.directions}
         absent: set[str] = set()
         for geometry, layout, blocks, tokens in plan.cases():
             case = stack.enter_context(
@@ -228,14 +229,19 @@ def run(plan: Plan) -> Iterator[dict[str, Any]]:
                 place = {"backend": plan.backend, "tokens": tokens, "requests": plan.requests}
                 for direction in plan.directions:
                     for row in _measure(plan, case, ways, direction, clock, products):
-                        yield place | row | {"ceiling_gbps": ceilings[direction]}
+                        yield place | row | ceilings[direction]
             case.close()
 
 
-def _ceiling(clock: Clock, contiguous: Contiguous, direction: str) -> float:
+def _ceiling(
+    clock: Clock, contiguous: Contiguous, direction: str, products: Products | None
+) -> dict[str, Any]:
+    """The rate of one contiguous copy, and how much products slow down meanwhile."""
     times = [clock.measure(contiguous, direction)[0] for _ in range(WARMUP + ROUNDS)][WARMUP:]
     nbytes = contiguous.nbytes * (2 if direction == "both" else 1)
-    return round(nbytes / statistics.median(times) / 1e3, 3)
+    slowdown = products and products.slowdown(clock, contiguous, direction)
+    rate = round(nbytes / statistics.median(times) / 1e3, 3)
+    return {"ceiling_gbps": rate, "ceiling_gemm_slowdown": slowdown}
 
 
 def _measure(
