@@ -7,7 +7,8 @@ While a load or a store is under way (offcore by both engines and by one, one ba
 kernel) another thread copies 1 KiB, or 512, to the host or to the GPU in a stream of its own and
 waits for it, again and again, as a serving engine fetches its tokens and hands over what a batch
 reads. `launches`: it launches a small kernel instead, again and again, which takes the driver's
-lock as the calls of the transfer do; K and V lie apart in a tensor a layer. Rows go to
+lock as the calls of the transfer do; K and V lie apart in a tensor a layer, and the kernel is in a
+stream of its own or in the default stream. Rows go to
 $OUT/cuda-kv-others.jsonl where OUT is set, else to benchmarks/results; the table comes last.
 """
 
@@ -64,7 +65,7 @@ class Copies:
 class Launches:
     """Launches of a small kernel: the time of the call."""
 
-    kinds = ("launch",)
+    kinds = ("launch", "launch_default")  # in a stream of its own, in the default stream
     nbytes = 0
 
     def __init__(self) -> None:
@@ -73,12 +74,13 @@ class Launches:
 
     def until(self, ended: threading.Event, kind: str) -> list[float]:
         times = []
-        with torch.cuda.stream(self._stream):
+        stream = torch.cuda.default_stream() if kind == "launch_default" else self._stream
+        with torch.cuda.stream(stream):
             while not ended.is_set():
                 began = time.perf_counter()
                 torch.relu_(self._values)
                 times.append((time.perf_counter() - began) * 1e6)
-        self._stream.synchronize()
+        stream.synchronize()
         return times
 
 
@@ -201,7 +203,7 @@ def main() -> int:
     for row in rows:
         print(
             f"{format_bytes(row['page_bytes']):>5} {row['impl']:>19} {row['direction']:>5} "
-            f"{format_bytes(row['other_bytes']):>4} {row['other']:>7}: {row['median_us']:9.1f} "
+            f"{format_bytes(row['other_bytes']):>4} {row['other']:>14}: {row['median_us']:9.1f} "
             f"{row['p90_us']:9.1f} {row['most_us']:9.1f} {row['transfer_us']:9.1f}"
         )
     return 0
