@@ -7,10 +7,12 @@ benchmarks/results, from a calibration or from the simulator. Tests hold the doc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+import kv_tables
+from markdown_cells import RESULTS, Record, kib, table
 
 from offcore.sizes import format_bytes
 from offcore.tools.mcast.fat_tree import Load, Tree, Wire, measure
@@ -23,7 +25,6 @@ from offcore.tools.papers.mcast import claims as mcast_claims
 from offcore.tools.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "docs/performance.md",
     "docs/measurements/kv.md",
@@ -32,29 +33,6 @@ PAGES = (
     "docs/papers.md",
 )
 SIMGRID = {"ring": "ring", "linear": "all pairs", "knomial": "binomial tree"}
-KV_PEERS = ("batch", "loop", "kernel")
-# Layouts of gpu_kv_layouts.py, and how a row's bytes of a layer's page are told: of K and V apart.
-KV_LAYOUTS: dict[str, tuple[str, Callable[[int, int], int]]] = {
-    "kv-apart": ("K and V apart, a tensor per layer", lambda page, layers: page // 2),
-    "kv-tensors": ("K and V in separate tensors", lambda page, layers: page // 2),
-    "tensors": ("a tensor per layer", lambda page, layers: page),
-    "layers": ("layers outermost", lambda page, layers: page),
-    "contiguous": ("contiguous over layers", lambda page, layers: page * layers),
-    "page-first": ("SGLang, page_first_direct", lambda page, layers: page // 2),
-    "chunks": ("LMCache's chunks", lambda page, layers: page // 2),
-}
-KV_MEMORIES = {
-    "segments": ", expandable segments",
-    "pool": ", in `kv.cache_pool()`",
-    "adopted": ", in adopted memory",
-}
-KV_RUNS = {
-    "H100": "cuda-kv-layouts-h100.jsonl",
-    "H100, second host": "cuda-kv-layouts-h100-quick.jsonl",
-    "H100, third host": "cuda-kv-layouts-h100-third.jsonl",
-    "H200": "cuda-kv-layouts-h200-quick.jsonl",
-    "H200, second host": "cuda-kv-layouts-h200.jsonl",
-}
 MULTICAST = (
     ("all_gather-4", "all-gather, 4 hosts"),
     ("all_gather-8", "all-gather, 8 hosts"),
@@ -66,16 +44,6 @@ MULTICAST = (
     ("broadcast-8-jumbo", "broadcast, 8 hosts, MTU 9000"),
     ("broadcast-4-lossy", "broadcast, 4 hosts, 1 % lost"),
 )
-Record = dict[str, Any]
-
-
-def table(head: Sequence[str], body: Iterator[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *body]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
-
-
-def _kib(nbytes: int) -> str:
-    return f"{nbytes >> 10} KiB"
 
 
 def claims(found: Sequence[Finding], ours: str) -> list[str]:
@@ -174,145 +142,10 @@ def simgrid_beside() -> list[str]:
     found = simgrid_differences()
     sizes = sorted({nbytes for _, nbytes in found})
     body = (
-        (_kib(nbytes), *(f"{100 * found[name, nbytes]:+.1f} %" for name in SIMGRID))
+        (kib(nbytes), *(f"{100 * found[name, nbytes]:+.1f} %" for name in SIMGRID))
         for nbytes in sizes
     )
     return table(("bytes of a rank", *SIMGRID.values()), body)
-
-
-def _kv(step: str) -> dict[tuple[int, str], dict[str, Record]]:
-    """Rows by page and direction, then by who copied: of the most blocks that were measured."""
-    found: dict[tuple[int, str], dict[str, Record]] = {}
-    for row in read_records(RESULTS / "cuda-kv.jsonl"):
-        most = 64 if row["page_bytes"] > 64 << 10 else 256
-        if row["step"] == step and row["blocks"] == most:
-            found.setdefault((row["page_bytes"], row["direction"]), {})[row["impl"]] = row
-    return found
-
-
-def _times(of: dict[str, Record], peer: str) -> str:
-    return f"{of[peer]['time_us'] / of['offcore']['time_us']:.2f}x"
-
-
-def _rate(of: dict[str, Record]) -> str:
-    own = of["offcore"]
-    return f"{own['gbps']:.1f} GB/s, {100 * own['gbps'] / own['ceiling_gbps']:.0f} %"
-
-
-def kv_pages(step: str, directions: Sequence[str]) -> list[str]:
-    found = _kv(step)
-
-    def cell(of: dict[str, Record]) -> str:
-        return f"{_rate(of)}; " + ", ".join(_times(of, peer) for peer in KV_PEERS)
-
-    pages = sorted({page for page, _ in found})
-    body = ((_kib(page), *(cell(found[page, one]) for one in directions)) for page in pages)
-    return table(("page of a layer", *directions), body)
-
-
-def kv_short() -> list[str]:
-    """Loads, and both directions where a kernel is the peer."""
-    found = _kv("pages")
-    head = ("page", "load, % of the link", "one batch call", "a copy a page", "a kernel on 16 SMs",
-            "both directions, a kernel")  # fmt: skip
-    body = (
-        (
-            _kib(page),
-            _rate(found[page, "load"]),
-            *(_times(found[page, "load"], peer) for peer in KV_PEERS),
-            _times(found[page, "both"], "kernel"),
-        )
-        for page in (8 << 10, 32 << 10, 64 << 10)
-    )
-    return table(head, body)
-
-
-def kv_zero_sm() -> list[str]:
-    """Transfers without SMs beside the best way to copy the same pages by the driver's calls."""
-
-    def cell(of: dict[str, float]) -> str:
-        peers = ("batch", "batch32", "batch64", "batch256", "loop")
-        best = max(of.get(peer, 0.0) for peer in peers)
-        return f"{of['zero-sm']:.1f} / {best:.1f}, {of['zero-sm'] / best:.2f}x"
-
-    body = []
-    for run, name in KV_RUNS.items():
-        found: dict[tuple[str, str, str, str], dict[str, dict[str, float]]] = {}
-        for row in read_records(RESULTS / name):
-            if row["step"] not in ("alone", *KV_MEMORIES):
-                continue
-            layout, page_of = KV_LAYOUTS[row["layout"]]
-            page = _kib(page_of(row["page_bytes"], row["layers"]))
-            key = (layout + KV_MEMORIES.get(row["step"], ""), page, str(row["blocks"]), run)
-            found.setdefault(key, {}).setdefault(row["direction"], {})[row["impl"]] = row["gbps"]
-        for key, of in found.items():
-            if {"zero-sm", "batch32"} <= of["load"].keys():
-                body.append((*key, cell(of["store"]), cell(of["load"])))
-    return table(
-        ("layout", "page", "blocks", "GPU", "store", "load"),
-        iter(sorted(body, key=lambda row: (*row[:1], int(row[1].split()[0]), int(row[2]), row[3]))),
-    )
-
-
-def kv_calls() -> list[str]:
-    """The driver's calls and a kernel alone, GB/s: what a transfer could also be made of."""
-    text = (RESULTS / "cuda-kv-calls-h100.txt").read_text("utf-8")
-    body = []
-    for name, lines in re.findall(r"^strided, (\w+ of \d+)K pages\n((?:  .*\n)+)", text, re.M):
-        of = {
-            line[:18].strip(): {
-                cell.split()[0]: float(cell.split()[-1]) for cell in line[18:].split("|")[1:]
-            }
-            for line in lines.splitlines()
-            if line.startswith(("  rows", "  pages", "  kernel"))
-        }
-        batches, kernels = of["pages apart"], of.get("kernel of", {})
-        best = max(batches, key=lambda count: batches[count])
-        direction, page = name.split(" of ")
-        cells = [f"{of['rows of a copy']['28']:.1f}", f"{batches.get('32', '-')}"]
-        cells += [f"{batches[best]:.1f} ({best})"]
-        cells += [f"{kernels[count]:.1f}" if kernels else "-" for count in ("16", "64", "132")]
-        body.append((f"{direction}, {page} KiB", *cells))
-    head = ("64 blocks", "strided copies, one engine", "batches of 32", "best batches",
-            "kernel of 16", "a workgroup a block (64)", "132")  # fmt: skip
-    return table(head, iter(body))
-
-
-def vllm() -> list[str]:
-    """TTFT in ms and tokens a second of an engine's copies and ours, each line of one run."""
-    of: dict[tuple[Any, ...], dict[str, Record]] = {}
-    computed: dict[tuple[Any, ...], Record] = {}
-    for row in read_records(RESULTS / "serving-vllm-h200.jsonl"):
-        case = (row["model"], row["prompt"], row["batch"], row["commit"])
-        if row["arm"] == "recompute":
-            computed[case] = row
-        else:
-            of.setdefault((*case[:3], row["hit"], case[3]), {})[row["arm"]] = row
-    runs = list(dict.fromkeys(case[4] for case in of))
-
-    def cell(row: Record | None) -> str:
-        return f"{row['ttft_ms']:.0f}, {row['tokens_s']:.0f}" if row else "-"
-
-    def place(case: tuple[Any, ...]) -> tuple[Any, ...]:
-        model, prompt, batch, hit, run = case
-        return model != "7b", -batch, -prompt, -hit, runs.index(run)
-
-    def body() -> Iterator[Sequence[str]]:
-        for case in sorted(of, key=place):
-            arms, (model, prompt, batch, hit, run) = of[case], case
-            own, ours = arms["own"], arms["ours"]
-            sooner = own["ttft_ms"] / ours["ttft_ms"]
-            yield (
-                f"{model[:-1]}B, {batch} x {prompt:,}, {hit} %", str(runs.index(run) + 1),
-                cell(computed.get((model, prompt, batch, run))),
-                *(cell(arms.get(arm)) for arm in ("gpu", "own", "ours", "zero_sm")),
-                f"{sooner:.2f}, {ours['tokens_s'] / own['tokens_s']:.2f}",
-                f"{100 * ours['same_tokens']:.0f} %",
-            )  # fmt: skip
-
-    head = ("prompts, hits", "run", "recompute", "GPU's cache", "vLLM's own copies", "ours",
-            "ours, `zero_sm`", "speed-up", "same tokens")  # fmt: skip
-    return table(head, body())
 
 
 def multicast() -> list[str]:
@@ -407,12 +240,14 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "mcast": lambda: claims(mcast(), "ours"),
     "residuals": residuals,
     "simgrid": simgrid_beside,
-    "kv": lambda: kv_pages("pages", ("load", "store", "both")),
-    "kv-scattered": lambda: kv_pages("scattered", ("load", "store")),
-    "kv-short": kv_short,
-    "kv-zero-sm": kv_zero_sm,
-    "kv-calls": kv_calls,
-    "vllm": vllm,
+    "kv": lambda: kv_tables.pages("pages", ("load", "store", "both")),
+    "kv-scattered": lambda: kv_tables.pages("scattered", ("load", "store")),
+    "kv-short": kv_tables.short,
+    "kv-zero-sm": kv_tables.zero_sm,
+    "kv-calls": kv_tables.calls,
+    "kv-layouts": kv_tables.layouts,
+    "served": kv_tables.served,
+    "vllm": kv_tables.vllm,
     "multicast": multicast,
     "loopback": loopback,
     "many-hosts": many_hosts,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from offcore.tools.papers.mcast import claims as mcast_claims
 from offcore.tools.records import read_records
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def load(name: str) -> ModuleType:
