@@ -432,7 +432,7 @@ PARTS = {"strided": show_all_strided, "pages": show_pages, "tensors": show_tenso
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="See the head of this file.")
-    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parts = parser.parse_args().only
     calls = Calls()
     print("us until the calls have returned / until the copies have ended, and GB/s")

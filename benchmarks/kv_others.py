@@ -8,8 +8,8 @@ kernel) another thread copies 1 KiB, or 512, to the host or to the GPU in a stre
 waits for it, again and again, as a serving engine fetches its tokens and hands over what a batch
 reads. `launches`: it launches a small kernel instead, again and again, which takes the driver's
 lock as the calls of the transfer do; K and V lie apart in a tensor a layer, and the kernel is in a
-stream of its own or in the default stream. Rows go to
-$OUT/cuda-kv-others.jsonl where OUT is set, else to benchmarks/results; the table comes last.
+stream of its own or in the default stream. Rows go to cuda-kv-others.jsonl and
+cuda-kv-launches.jsonl in $OUT where that is set, else in benchmarks/results; the table comes last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from offcore.sizes import format_bytes, parse_sizes
 from offcore.tools.kv.case import Case
 from offcore.tools.kv.models import Geometry
-from offcore.tools.kv.peers import Transfers, Way, open_way
+from offcore.tools.kv.peers import InStream, Transfers, Way, open_way
 from offcore.tools.report import Stamp, dumps
 
 LAYERS = 28
@@ -40,13 +40,13 @@ WAYS = ("offcore", "zero-sm", "batch64", "batch256", "batch", "kernel", "torch")
 class Copies:
     """Copies of so many bytes, each waited for."""
 
+    kinds = ("to_host", "to_gpu")
+
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._gpu = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         self._host = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
         self._stream = torch.cuda.Stream()
-
-    kinds = ("to_host", "to_gpu")
 
     def until(self, ended: threading.Event, kind: str) -> list[float]:
         """Microseconds of each that began before that."""
@@ -87,7 +87,7 @@ class Launches:
 Others = Copies | Launches
 
 
-class Nothing:
+class Nothing(InStream):
     """No transfer for a while: what others take alone."""
 
     streamed = False
@@ -96,12 +96,10 @@ class Nothing:
         time.sleep(0.005)
         return 0.0
 
-    def settle(self) -> None: ...
-
     def close(self) -> None: ...
 
 
-def beside(way: Any, direction: str, others: Others, kind: str) -> tuple[list[float], float]:
+def beside(way: Way, direction: str, others: Others, kind: str) -> tuple[list[float], float]:
     """Those times, and the microseconds that the way took meanwhile."""
     stream = torch.cuda.Stream()
     ended = threading.Event()
@@ -126,7 +124,7 @@ def beside(way: Any, direction: str, others: Others, kind: str) -> tuple[list[fl
 
 
 def measure(
-    case: Case, name: str, way: Any, rounds: int, page: int, others: Others
+    case: Case, name: str, way: Way, rounds: int, page: int, others: Others
 ) -> list[dict[str, Any]]:
     rows = []
     for direction in ("load", "store"):
@@ -146,7 +144,7 @@ def measure(
                 "median_us": round(times[len(times) // 2], 1),
                 "p90_us": round(times[len(times) * 9 // 10], 1),
                 "most_us": round(times[-1], 1),
-                "copies": len(times),
+                "count": len(times),
                 "transfer_us": round(sorted(took for _, took in found)[rounds // 2], 1),
             }
             rows.append(row)
@@ -173,7 +171,7 @@ def beside_launches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     launches = Launches()
     for page in parse_sizes(args.apart):
         case = Case("cuda", Geometry("", LAYERS, page), "kv-apart", args.blocks)
-        ways: dict[str, Any] = {"nothing": Nothing()}
+        ways: dict[str, Way] = {"nothing": Nothing()}
         ways |= {name: open_way(name, case, TIMEOUT_S) for name in WAYS}
         for name, way in ways.items():
             yield from measure(case, name, way, args.rounds, page, launches)
@@ -181,24 +179,27 @@ def beside_launches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         case.close()
 
 
-PARTS = {"copies": beside_copies, "launches": beside_launches}
+PARTS = {"copies": (beside_copies, "others"), "launches": (beside_launches, "launches")}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--pages", default="8K,64K", help="bytes of a layer's page")
     parser.add_argument("--apart", default="32K,64K", help="the same of K and V, for launches")
     parser.add_argument("--copies", default="1K,512K", help="bytes of the other copies")
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7, help="transfers of each kind")
     args = parser.parse_args()
-    rows = [row for part in args.only for row in PARTS[part](args)]
     stamp = asdict(Stamp())
     folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
-    (folder / "cuda-kv-others.jsonl").write_text(
-        "".join(dumps(row | stamp) for row in rows), "utf-8"
-    )
+    rows = []
+    for part in args.only:
+        measured, name = PARTS[part]
+        with (folder / f"cuda-kv-{name}.jsonl").open("w", encoding="utf-8", buffering=1) as out:
+            for row in measured(args):
+                rows.append(row)
+                out.write(dumps(row | stamp))
     print("page, transfer, copy or launch: us of that, median, 90 %, most; of the transfer")
     for row in rows:
         print(

@@ -13,27 +13,27 @@ from offcore.tools.records import read_records
 PEERS = ("batch", "loop", "kernel")
 # Layouts of gpu_kv_layouts.py, and how a row's bytes of a layer's page are told: of K and V apart.
 LAYOUTS: dict[str, tuple[str, Callable[[int, int], int]]] = {
-    "kv-apart": ("K and V apart, a tensor per layer", lambda page, layers: page // 2),
-    "kv-tensors": ("K and V in separate tensors", lambda page, layers: page // 2),
+    "kv-apart": ("K and V apart", lambda page, layers: page // 2),
+    "kv-tensors": ("K and V in tensors", lambda page, layers: page // 2),
     "tensors": ("a tensor per layer", lambda page, layers: page),
     "layers": ("layers outermost", lambda page, layers: page),
     "contiguous": ("contiguous over layers", lambda page, layers: page * layers),
-    "page-first": ("SGLang, page_first_direct", lambda page, layers: page // 2),
-    "chunks": ("LMCache's chunks", lambda page, layers: page // 2),
+    "page-first": ("page-first", lambda page, layers: page // 2),
+    "chunks": ("chunks", lambda page, layers: page // 2),
 }
 MEMORIES = {
-    "segments": ", expandable segments",
-    "pool": ", in `kv.cache_pool()`",
-    "adopted": ", in adopted memory",
+    "segments": ", expandable",
+    "pool": ", pool",
+    "adopted": ", adopted",
 }
-NEWEST = "cuda-kv-layouts-h200-third.jsonl"
+# Runs of gpu_kv_layouts.py, each on a host of its own, the oldest of each GPU first.
 RUNS = {
-    "H100": "cuda-kv-layouts-h100.jsonl",
-    "H100, second host": "cuda-kv-layouts-h100-quick.jsonl",
-    "H100, third host": "cuda-kv-layouts-h100-third.jsonl",
-    "H200": "cuda-kv-layouts-h200-quick.jsonl",
-    "H200, second host": "cuda-kv-layouts-h200.jsonl",
-    "H200, third host": NEWEST,
+    "H100 a": "cuda-kv-layouts-h100.jsonl",
+    "H100 b": "cuda-kv-layouts-h100-quick.jsonl",
+    "H100 c": "cuda-kv-layouts-h100-third.jsonl",
+    "H200 a": "cuda-kv-layouts-h200-quick.jsonl",
+    "H200 b": "cuda-kv-layouts-h200.jsonl",
+    "H200 c": "cuda-kv-layouts-h200-third.jsonl",
 }
 Case = tuple[str, str, int, int]  # memory, layout, bytes of a page, blocks
 CALLS = ("batch", "batch32", "batch64", "batch256", "loop")
@@ -64,8 +64,8 @@ def pages(step: str, directions: Sequence[str]) -> list[str]:
     def cell(of: dict[str, Record]) -> str:
         return f"{_rate(of)}; " + ", ".join(_times(of, peer) for peer in PEERS)
 
-    pages = sorted({page for page, _ in found})
-    body = ((kib(page), *(cell(found[page, one]) for one in directions)) for page in pages)
+    of_all = sorted({page for page, _ in found})
+    body = ((kib(page), *(cell(found[page, one]) for one in directions)) for page in of_all)
     return table(("page of a layer", *directions), body)
 
 
@@ -116,25 +116,58 @@ def _fastest(of: dict[str, Record]) -> float:
     return max((of[peer]["gbps"] for peer in CALLS if peer in of), default=0.0)
 
 
-def layouts() -> list[str]:
-    """Each way to copy blocks of caches as engines allocate them."""
+def _name(case: Case) -> tuple[str, str, str]:
+    step, layout, page, blocks = case
+    return LAYOUTS[layout][0] + MEMORIES.get(step, ""), kib(page), str(blocks)
+
+
+def _path(of: dict[str, dict[str, Record]]) -> str:
+    """What `auto` chose for both directions."""
+    [path] = {one["offcore"]["path"] for one in of.values()}
+    return str(path)
+
+
+def layouts(run: str) -> list[str]:
+    """Each way to copy blocks of caches as engines allocate them, where all peers were measured."""
 
     def body() -> Iterator[Sequence[str]]:
-        for case, of in sorted(_cases(NEWEST).items(), key=lambda one: _place(one[0])):
-            step, layout, page, blocks = case
-            if "load" not in of or "torch" not in of["load"]:
-                continue
-            yield (
-                LAYOUTS[layout][0] + MEMORIES.get(step, ""), kib(page), str(blocks),
-                f"{_rates(of, 'offcore')} ({of['load']['offcore']['path']})",
-                _rates(of, "zero-sm"),
-                _both(of, lambda one: f"{_fastest(one):.1f}"),
-                _rates(of, "kernel"), _rates(of, "torch"),
-                _both(of, lambda one: f"{one['offcore']['submit_us']:.0f}"),
-            )  # fmt: skip
+        for case, of in sorted(_cases(RUNS[run]).items(), key=lambda one: _place(one[0])):
+            if {"load", "store"} <= of.keys() and "torch" in of["load"]:
+                of = {to: of[to] for to in ("store", "load")}
+                yield (
+                    *_name(case), f"{_rates(of, 'offcore')} ({_path(of)})", _rates(of, "zero-sm"),
+                    _both(of, lambda one: f"{_fastest(one):.1f}"),
+                    _rates(of, "kernel"), _rates(of, "torch"),
+                    _both(of, lambda one: f"{one['offcore']['submit_us']:.0f}"),
+                )  # fmt: skip
 
-    head = ("cache", "page", "blocks", "`auto`", "`zero_sm`", "the driver's calls",
-            "kernel, 16 SMs", "torch", "submit, us")  # fmt: skip
+    head = ("cache", "page", "blocks", "`auto` (path)", "`zero_sm`", "driver's calls",
+            "kernel, 16 SMs", "torch", "call, us")  # fmt: skip
+    return table(head, body())
+
+
+def gemms() -> list[str]:
+    """How much products of matrices were slowed during transfers, %."""
+
+    def body() -> Iterator[Sequence[str]]:
+        for run, name in RUNS.items():
+            found: dict[tuple[str, str], str] = {}
+            for row in read_records(RESULTS / name):
+                if row.get("gemm_slowdown"):
+                    place = row["direction"], row["impl"]
+                    found[place] = f"{100 * (row['gemm_slowdown'] - 1):.1f}"
+                if row.get("ceiling_gemm_slowdown"):
+                    place = row["direction"], "one copy"
+                    found[place] = f"{100 * (row['ceiling_gemm_slowdown'] - 1):.1f}"
+            if found:
+                ways = ("offcore", "packed", "zero-sm", "kernel", "one copy")
+                yield (
+                    run,
+                    *(" / ".join(found.get((to, way), "-") for to in ("store", "load"))
+                      for way in ways),
+                )  # fmt: skip
+
+    head = ("run", "`auto`", "`pack`", "`zero_sm`", "kernel, 16 SMs", "one contiguous copy")
     return table(head, body())
 
 
@@ -150,11 +183,11 @@ def zero_sm() -> list[str]:
 
     body = (
         (
-            LAYOUTS[case[1]][0] + MEMORIES.get(case[0], ""), kib(case[2]), str(case[3]),
-            *(cases[case].get(run, "") for run in RUNS),
+            *_name(case),
+            *(cases[case].get(run, "-") for run in RUNS),
         )
         for case in sorted(cases, key=_place)
-    )  # fmt: skip
+    )
     return table(("cache", "page", "blocks", *RUNS), body)
 
 
@@ -184,34 +217,40 @@ def calls() -> list[str]:
 
 def served() -> list[str]:
     """TTFT in ms and tokens a second of transformers, by who copies."""
-    arms = ("recompute", "gpu", "engine", "loop", "batch", "kernel", "ours")
+    arms = ("gpu", "engine", "loop", "batch", "kernel", "ours")
     of: dict[tuple[str, int, int], dict[int, dict[str, Record]]] = {}
+    computed: dict[tuple[str, int, int], Record] = {}
     for row in read_records(RESULTS / "serving-h200-models.jsonl"):
-        if isinstance(row["hit"], int):
-            case = of.setdefault((row["model"], row["prompt"], row["batch"]), {})
-            case.setdefault(row["hit"], {})[row["arm"]] = row
+        case = (row["model"], row["prompt"], row["batch"])
+        if row["arm"] == "recompute":
+            computed[case] = row
+        elif row["hit"] != "beside":
+            of.setdefault(case, {}).setdefault(row["hit"], {})[row["arm"]] = row
 
     def body() -> Iterator[Sequence[str]]:
-        for (model, prompt, batch), hits in of.items():
-            # Without the host's memory nothing depends on what it holds.
-            first = next(one["recompute"] for one in hits.values() if "recompute" in one)
-            for hit in sorted(hits, reverse=True):
-                found = hits[hit] | ({"recompute": first} if hit == max(hits) else {})
-                told = {
-                    name: f"{r['ttft_ms']:.0f}, {r['tokens_s']:.0f}" for name, r in found.items()
-                }
-                one, other = found["engine"], found["ours"]
-                sooner = one["ttft_ms"] / other["ttft_ms"]
+        for case, hits in of.items():
+            model, prompt, batch = case
+            name = {"llama8b": "Llama 8B"}.get(model, f"{model[:-1]}B")
+            for hit, found in sorted(hits.items(), reverse=True):
                 yield (
-                    f"{model}, {batch} x {prompt:,}", f"{hit} %",
-                    *("" if arm == "recompute" and hit < max(hits) else told.get(arm, "")
-                      for arm in arms),
-                    f"{sooner:.2f}, {other['tokens_s'] / one['tokens_s']:.2f}",
-                )  # fmt: skip
+                    f"{name}, {batch} x {prompt:,}, {hit} %",
+                    _cell(computed[case]),  # whatever the hits
+                    *(_cell(found.get(arm)) for arm in arms),
+                    _sooner(found["engine"], found["ours"]),
+                )
 
-    head = ("prompts", "hits", "recompute", "GPU's cache", "the engine's copies",
-            "a copy per page", "one batch call", "kernel", "ours", "ours / engine's")  # fmt: skip
+    head = ("prompts, hits", "recompute", "GPU's cache", "engine's copies", "a copy per page",
+            "one batch call", "kernel", "default", "speed-up")  # fmt: skip
     return table(head, body())
+
+
+def _cell(row: Record | None) -> str:
+    return f"{row['ttft_ms']:.0f}, {row['tokens_s']:.0f}" if row else "-"
+
+
+def _sooner(own: Record, ours: Record) -> str:
+    """How many times as fast: to the first token, tokens a second."""
+    return f"{own['ttft_ms'] / ours['ttft_ms']:.2f}, {ours['tokens_s'] / own['tokens_s']:.2f}"
 
 
 def vllm() -> list[str]:
@@ -226,9 +265,6 @@ def vllm() -> list[str]:
             of.setdefault((*case[:3], row["hit"], case[3]), {})[row["arm"]] = row
     runs = list(dict.fromkeys(case[4] for case in of))
 
-    def cell(row: Record | None) -> str:
-        return f"{row['ttft_ms']:.0f}, {row['tokens_s']:.0f}" if row else "-"
-
     def place(case: tuple[Any, ...]) -> tuple[Any, ...]:
         model, prompt, batch, hit, run = case
         return model != "7b", -batch, -prompt, -hit, runs.index(run)
@@ -236,13 +272,12 @@ def vllm() -> list[str]:
     def body() -> Iterator[Sequence[str]]:
         for case in sorted(of, key=place):
             arms, (model, prompt, batch, hit, run) = of[case], case
-            own, ours = arms["own"], arms["ours"]
-            sooner = own["ttft_ms"] / ours["ttft_ms"]
+            ours = arms["ours"]
             yield (
                 f"{model[:-1]}B, {batch} x {prompt:,}, {hit} %", str(runs.index(run) + 1),
-                cell(computed.get((model, prompt, batch, run))),
-                *(cell(arms.get(arm)) for arm in ("gpu", "own", "ours", "zero_sm")),
-                f"{sooner:.2f}, {ours['tokens_s'] / own['tokens_s']:.2f}",
+                _cell(computed.get((model, prompt, batch, run))),
+                *(_cell(arms.get(arm)) for arm in ("gpu", "own", "ours", "zero_sm")),
+                _sooner(arms["own"], ours),
                 f"{100 * ours['same_tokens']:.0f} %",
             )  # fmt: skip
 

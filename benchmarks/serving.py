@@ -25,8 +25,8 @@ memory, while the GPU's own prefix cache is emptied; the rest is new. Arms:
 
 `loop` and `kernel` are the peers of DMA-Latte's Figures 16 and 17. `packed` and `kernel` need a
 GPU; `beside` is a decode step of 8 requests of 4,096 tokens, as a CUDA graph of the model's linear
-layers and attention, beside endless loads by some arms, and by one contiguous copy for each load,
-which is the least that engines can do: ms alone, ms beside, GB/s of the loads.
+layers and attention, beside endless loads by some arms (`ours` and `separate` without SMs), and
+by one contiguous copy for each load: ms alone, ms beside, GB/s of the loads.
 `--swap` has no hits: requests outgrow the cache, are preempted and resumed, by the engine's
 OffloadingManager (engine), without host memory (recompute), and by the tier (ours).
 

@@ -19,7 +19,7 @@ BATCH, CONTEXT, BLOCK = 8, 4096, 256  # of the decode, and the tokens of a block
 LOADED = 128  # blocks of a load
 
 
-def decode_graph(model: Any) -> Callable[[], None]:
+def decode_graph(model: Any) -> Step:
     """What a decode step of 8 requests of 4,096 tokens computes, as a CUDA graph: the linear layers
     and attention of all layers, which read all weights and all KV once."""
     config, like = model.config, {"device": "cuda", "dtype": torch.bfloat16}
@@ -51,14 +51,21 @@ def decode_graph(model: Any) -> Callable[[], None]:
     with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
 
-    def replay(_: object = (hidden, caches)) -> None:  # which the graph reads
-        graph.replay()
+    return Step(graph, (hidden, caches))
 
-    return replay
+
+class Step:
+    """A graph, with the memory that it reads."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, reads: object) -> None:
+        self._graph, self._reads = graph, reads
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 class OneCopy:
-    """The bytes of each load as one contiguous copy: no load by an engine can do less."""
+    """The bytes of each load as one contiguous copy: what is left of a load but its scatter."""
 
     def __init__(self, layout: kv.Layout, pool: kv.HostPool) -> None:
         nbytes = LOADED * layout.block_bytes

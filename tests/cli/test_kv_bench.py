@@ -19,7 +19,17 @@ from offcore.tools.records import read_records
 ROOT = Path(__file__).parents[2]
 FIELDS = {
     *("impl", "direction", "layout", "page_bytes", "layers", "blocks", "gbps", "ceiling_gbps"),
-    *("submit_us", "gemm_slowdown", "wrong", "run", "versions", "commit", "date", "model"),
+    *(
+        "submit_us",
+        "gemm_slowdown",
+        "ceiling_gemm_slowdown",
+        "wrong",
+        "run",
+        "versions",
+        "commit",
+        "date",
+        "model",
+    ),
 }
 
 
@@ -59,6 +69,7 @@ def test_rows_and_a_plot_without_a_gpu(offcore_cli, tmp_path) -> None:
     for row in measured:
         assert row.keys() >= FIELDS
         assert (row["wrong"], row["gemm_slowdown"], row["blocks"]) == (0, None, 4)
+        assert row["ceiling_gemm_slowdown"] is None
         assert min(row["gbps"], row["ceiling_gbps"], row["submit_us"]) > 0
     assert picture.stat().st_size > 0
     figure = tmp_path / "f.png"

@@ -1,7 +1,6 @@
 """Tables that are written by hand, cell by cell, from the rows that their pages name."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,59 +77,132 @@ def test_scaling_has_the_recorded_meetings_and_broadcasts() -> None:
     assert table("scaling.md", "| hosts | time |") == made
 
 
-def rates(found: Iterable[Row]) -> list[str]:
-    """ "41.1 / 33.5" a way: to store and to load; `batch`: the best of the driver's batch calls."""
-    of: dict[tuple[str, str], float] = {}
-    for row in found:
-        name = "batch" if row["impl"] in ("batch", "batch32", "batch64", "loop") else row["impl"]
-        place = name, row["direction"]
-        of[place] = max(row["gbps"], of.get(place, 0))
-    return [" / ".join(f"{of[way, to]:.1f}" for to in ("store", "load")) for way in WAYS]
-
-
-WAYS = ("offcore", "zero-sm", "batch", "kernel", "torch")
+def page_of(name: str) -> str:
+    """A page's text without its line breaks."""
+    return " ".join((ROOT / "docs" / name).read_text("utf-8").split())
 
 
 def test_kv_has_the_decodes_beside_loads() -> None:
-    text = " ".join((ROOT / "docs" / "measurements" / "kv.md").read_text("utf-8").split())
+    text = page_of("measurements/kv.md")
     of = {row["arm"]: row for row in rows("serving-h200-models.jsonl", hit="beside")}
-    told = {arm: f"{row['slowdown']:.3f} ({row['loads_gb_s']:.1f}" for arm, row in of.items()}
-    one = of["one copy"]
-    assert f"{one['slowdown']:.3f} times as long during contiguous copies to the GPU" in text
-    assert f"copies to the GPU at {one['loads_gb_s']:.1f} GB/s" in text
-    assert f"The default took {told['ours']} GB/s), without one allocation" in text
+    slower = {arm: f"{row['slowdown']:.3f}" for arm, row in of.items()}
+    rate = {arm: f"{row['loads_gb_s']:.1f}" for arm, row in of.items()}
     assert (
-        f"for the cache {told['separate']}), batch calls {told['batch']}), packed "
-        f"{told['packed']}), the engine's copies {told['engine']}) and the kernel {told['kernel']})"
+        f"took {slower['one copy']} times as long during contiguous copies to the GPU at "
+        f"{rate['one copy']} GB/s"
+    ) in text
+    assert (
+        f"During loads without SMs it took {slower['ours']} ({rate['ours']} GB/s, the cache in one "
+        f"allocation) and {slower['separate']} ({rate['separate']}, a tensor per layer), during "
+        f"batch calls {slower['batch']} ({rate['batch']}), packed loads {slower['packed']} "
+        f"({rate['packed']}), the engine's copies {slower['engine']} ({rate['engine']}) and the "
+        f"kernel {slower['kernel']} ({rate['kernel']})"
     ) in text
 
 
-def test_kv_has_the_gemms_beside_transfers() -> None:
-    name = "cuda-kv-layouts-h200-third.jsonl"
-    cells = table("measurements/kv.md", "| GPU | load: `auto`, `pack`")[-1]
-    found = rows(name, step="gemm")
-    of = {(r["impl"], r["direction"]): f"{100 * (r['gemm_slowdown'] - 1):.1f}" for r in found}
-    ways = ("offcore", "packed", "kernel")
-    made = [", ".join(of[way, to] for way in ways) for to in ("load", "store")]
-    assert cells == ["H200, third host", *made]
-    floor = {r["direction"]: f"{100 * (r['ceiling_gemm_slowdown'] - 1):.1f}" for r in found}
-    text = " ".join((ROOT / "docs" / "measurements" / "kv.md").read_text("utf-8").split())
-    assert f"slows them by {floor['load']} (load) and {floor['store']} (store)" in text
+def test_kv_has_the_times_of_other_models() -> None:
+    text = page_of("measurements/kv.md")
+    found = rows("serving-h200-breakdown.jsonl")
+    of = {(r["prompt"], r["arm"]): f"{r['ttft_ms']:.0f}" for r in found}
+    told = {
+        prompt: [of[prompt, arm] for arm in ("ours", "engine", "packed", "gpu")]
+        for prompt in (8192, 4096)
+    }
+    least, most = (
+        [f"{end(r['ttft_ms'] for r in found if r['prompt'] == prompt):.0f}" for prompt in told]
+        for end in (min, max)
+    )
+    assert (
+        f"all arms took {least[0]} to {most[0]} ms with 8,192 tokens (default {told[8192][0]}, "
+        f"engine's copies {told[8192][1]}, packed {told[8192][2]}, GPU's cache {told[8192][3]}) "
+        f"and {least[1]} to {most[1]} with 4,096 ({', '.join(told[4096])};"
+    ) in text
+    first, last = (f"{end(r['forward_ms'] for r in found):.0f}" for end in (min, max))
+    assert f"the launches of the first forward pass take {first} to {last} ms" in text
+    many = {
+        (r["arm"], r["commit"]): (whole(r["ttft_ms"]), whole(r["tokens_s"]))
+        for r in rows("serving-h200-batch32.jsonl")
+    }
+    own, ours = (many[arm, "77b23ee0"] for arm in ("engine", "ours"))
+    assert f"copies {own[0]} ms and {own[1]} tokens a second, the default {ours[0]} ms" in text
+    assert f"the default {ours[0]} ms and {ours[1]} (77b23ee0)" in text
+    own, call, cache, anew = (
+        many[arm, "5ec9ad0a"] for arm in ("engine", "batch", "gpu", "recompute")
+    )
+    assert (
+        f"the engine's copies {own[0]} ms and {own[1]}, one batch call {call[0]} and {call[1]}, "
+        f"the GPU's cache {cache[0]} and {cache[1]}, recomputing {anew[0]} and {anew[1]}"
+    ) in text
 
 
-def test_kv_has_the_rates_of_layouts() -> None:
-    name = "cuda-kv-layouts-h100.jsonl"
-    shown = [
-        cells[1:]
-        for cells in table("measurements/kv.md", "| K and V apart, a tensor per layer | blocks")
+def test_kv_has_the_launches_beside_transfers() -> None:
+    of = {
+        (r["page_bytes"] >> 11, r["direction"], r["impl"]): r
+        for r in rows("cuda-kv-launches.jsonl", other="launch")
+    }
+    for what, *cells in table("measurements/kv.md", "| page of K or V | alone"):
+        [(kib, direction)] = re.findall(r"(\d+) KiB, (\w+)", what)
+        made = [
+            f"{one['median_us']:.1f} us, {one['most_us'] / 1e3:.2f} ms"
+            for way in ("nothing", "offcore", "zero-sm", "batch", "batch64")
+            for one in [of[int(kib), direction, way]]
+        ]
+        assert cells == made, what
+
+
+def test_what_is_said_of_layouts_was_recorded() -> None:
+    found = rows("cuda-kv-layouts-h200-third.jsonl")
+    of: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in found:
+        names = ("step", "layout", "page_bytes", "blocks", "direction")
+        of.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
+    shown = {case: ways for case, ways in of.items() if "torch" in ways and case[4] != "both"}
+    best = [
+        min(ways[way]["time_us"] for way in PEERS if way in ways) / ways["offcore"]["time_us"]
+        for ways in shown.values()
     ]
-    of = {"step": "alone", "layout": "kv-apart"}
-    made = [
-        [str(blocks), *rates(rows(name, **of, page_bytes=2 * page, blocks=blocks))]
-        for page in (8 << 10, 16 << 10, 32 << 10)
-        for blocks in (64, 256)
+    text = page_of("measurements/kv.md")
+    near = sum(one >= 0.98 for one in best)
+    assert f"0.98 or more of the fastest peer in {near} of these {len(best)} cases" in text
+    assert f"{near} of {len(best)}, layers outermost" in page_of("papers.md")
+    spent = [
+        [1e9 * (row["sm_ms"] or 16 * row["time_us"] / 1e3) / row["bytes"] for row in these]
+        for these in (
+            [w["offcore"] for w in shown.values() if w["offcore"]["path"] == "packed"],
+            [ways["kernel"] for ways in shown.values()],
+        )
     ]
-    assert shown == made
+    packed, kernel = (f"{min(one):.0f} to {max(one):.0f}" for one in spent)
+    assert f"took {packed} SM-milliseconds a GB; the kernel took {kernel}" in text
+    apart = {
+        case: ways
+        for case, ways in shown.items()
+        if case[0] == "alone" and case[1] in ("kv-apart", "kv-tensors", "tensors")
+    }
+    told = {}
+    for blocks in (64, 256):
+        ratios = [
+            ways["zero-sm"]["gbps"] / max(ways[way]["gbps"] for way in CALLS if way in ways)
+            for case, ways in apart.items()
+            if case[3] == blocks
+        ]
+        told[blocks] = f"{blocks} blocks {min(ratios):.2f} to {max(ratios):.2f} times"
+    assert f"jobs of {told[256]}, of {told[64]}" in page_of("roadmap.md")
+    link = {
+        (ways["offcore"]["page_bytes"] >> 11, case[3], case[4]): ways["offcore"]
+        for case, ways in shown.items()
+        if case[:2] == ("alone", "kv-apart")
+    }
+    shares = {
+        place: f"{100 * row['gbps'] / row['ceiling_gbps']:.0f}" for place, row in link.items()
+    }
+    loads, stores = ([shares[kib, 64, to] for kib in (8, 16, 32)] for to in ("load", "store"))
+    assert f"load at {loads[0]}, {loads[1]} and {loads[2]} % of one contiguous copy" in text
+    assert f"are stored at {stores[0]}, {stores[1]} and {stores[2]} %" in text
+
+
+CALLS = ("batch", "batch32", "batch64", "batch256", "loop")
+PEERS = (*CALLS, "kernel", "torch", "batch-copy")
 
 
 def test_kv_has_the_rates_of_engines_rows() -> None:

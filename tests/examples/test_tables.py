@@ -14,7 +14,6 @@ from offcore.tools.papers.mcast import claims as mcast_claims
 from offcore.tools.records import read_records
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def load(name: str) -> ModuleType:
@@ -22,7 +21,11 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # of the modules that it imports
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 

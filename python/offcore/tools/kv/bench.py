@@ -239,9 +239,9 @@ def _ceiling(
     """The rate of one contiguous copy, and how much products slow down meanwhile."""
     times = [clock.measure(contiguous, direction)[0] for _ in range(WARMUP + ROUNDS)][WARMUP:]
     nbytes = contiguous.nbytes * (2 if direction == "both" else 1)
-    slowdown = products and products.slowdown(clock, contiguous, direction)
+    slower = None if products is None else products.slowdown(clock, contiguous, direction)
     rate = round(nbytes / statistics.median(times) / 1e3, 3)
-    return {"ceiling_gbps": rate, "ceiling_gemm_slowdown": slowdown}
+    return {"ceiling_gbps": rate, "ceiling_gemm_slowdown": slower}
 
 
 def _measure(
