@@ -87,11 +87,11 @@ def short() -> list[str]:
 
 
 def _cases(name: str) -> dict[Case, dict[str, dict[str, Record]]]:
-    """Rows by how the cache was allocated, layout, bytes of a page and blocks; then by direction
-    and by who copied."""
+    """Rows by how the cache was allocated, layout, bytes of a page and blocks; then by direction,
+    load or store, and by who copied."""
     found: dict[Case, dict[str, dict[str, Record]]] = {}
     for row in read_records(RESULTS / name):
-        if row.get("step") in ("alone", *MEMORIES) and "absent" not in row:
+        if row.get("step") in ("alone", *MEMORIES) and row.get("direction") in ("load", "store"):
             page = LAYOUTS[row["layout"]][1](row["page_bytes"], row["layers"])
             case = found.setdefault((row["step"], row["layout"], page, row["blocks"]), {})
             case.setdefault(row["direction"], {})[row["impl"]] = row
@@ -132,8 +132,7 @@ def layouts(run: str) -> list[str]:
 
     def body() -> Iterator[Sequence[str]]:
         for case, of in sorted(_cases(RUNS[run]).items(), key=lambda one: _place(one[0])):
-            if {"load", "store"} <= of.keys() and "torch" in of["load"]:
-                of = {to: of[to] for to in ("store", "load")}
+            if "torch" in of.get("load", {}):
                 yield (
                     *_name(case), f"{_rates(of, 'offcore')} ({_path(of)})", _rates(of, "zero-sm"),
                     _both(of, lambda one: f"{_fastest(one):.1f}"),
@@ -153,12 +152,11 @@ def gemms() -> list[str]:
         for run, name in RUNS.items():
             found: dict[tuple[str, str], str] = {}
             for row in read_records(RESULTS / name):
-                if row.get("gemm_slowdown"):
-                    place = row["direction"], row["impl"]
-                    found[place] = f"{100 * (row['gemm_slowdown'] - 1):.1f}"
-                if row.get("ceiling_gemm_slowdown"):
-                    place = row["direction"], "one copy"
-                    found[place] = f"{100 * (row['ceiling_gemm_slowdown'] - 1):.1f}"
+                slower = {row["impl"]: row.get("gemm_slowdown")}
+                slower["one copy"] = row.get("ceiling_gemm_slowdown")
+                for way, times in slower.items():
+                    if times is not None:
+                        found[row["direction"], way] = f"{100 * (times - 1):.1f}"
             if found:
                 ways = ("offcore", "packed", "zero-sm", "kernel", "one copy")
                 yield (
@@ -176,16 +174,13 @@ def zero_sm() -> list[str]:
     cases: dict[Case, dict[str, str]] = {}
     for run, name in RUNS.items():
         for case, of in _cases(name).items():
-            if "load" in of and {"zero-sm", "batch32"} <= of["load"].keys():
+            if {"zero-sm", "batch32"} <= of.get("load", {}).keys():
                 cases.setdefault(case, {})[run] = _both(
                     of, lambda one: f"{one['zero-sm']['gbps'] / _fastest(one):.2f}"
                 )
 
     body = (
-        (
-            *_name(case),
-            *(cases[case].get(run, "-") for run in RUNS),
-        )
+        (*_name(case), *(cases[case].get(run, "-") for run in RUNS))
         for case in sorted(cases, key=_place)
     )
     return table(("cache", "page", "blocks", *RUNS), body)

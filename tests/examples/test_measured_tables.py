@@ -12,6 +12,9 @@ from offcore.tools.records import read_records
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
+# Of KV transfers: the driver's calls, and all that `auto` is compared with.
+CALLS = ("batch", "batch32", "batch64", "batch256", "loop")
+PEERS = (*CALLS, "kernel", "torch", "batch-copy")
 
 
 def table(page: str, head: str) -> list[list[str]]:
@@ -22,6 +25,11 @@ def table(page: str, head: str) -> list[list[str]]:
     end = next(number for number, line in enumerate([*body, ""]) if not line.startswith("|"))
     assert end > 1
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in body[:end]]
+
+
+def page_of(name: str) -> str:
+    """A page's text without its line breaks."""
+    return " ".join((ROOT / "docs" / name).read_text("utf-8").split())
 
 
 def rows(name: str, **wanted: Any) -> list[Row]:
@@ -50,7 +58,7 @@ def test_scaling_has_the_recorded_plans() -> None:
 
 
 def test_scaling_has_the_recorded_parts_and_choices() -> None:
-    text = " ".join((ROOT / "docs" / "scaling.md").read_text("utf-8").split())
+    text = page_of("scaling.md")
     took = {
         row["ranks"]: 1e6 * row["part_cpu_s"]
         for row in rows("scale.jsonl", measure="part", variant="pcpy")
@@ -75,11 +83,6 @@ def test_scaling_has_the_recorded_meetings_and_broadcasts() -> None:
         for row in rows("scale.jsonl", measure="broadcast")
     ]  # fmt: skip
     assert table("scaling.md", "| hosts | time |") == made
-
-
-def page_of(name: str) -> str:
-    """A page's text without its line breaks."""
-    return " ".join((ROOT / "docs" / name).read_text("utf-8").split())
 
 
 def test_kv_has_the_decodes_beside_loads() -> None:
@@ -199,10 +202,6 @@ def test_what_is_said_of_layouts_was_recorded() -> None:
     loads, stores = ([shares[kib, 64, to] for kib in (8, 16, 32)] for to in ("load", "store"))
     assert f"load at {loads[0]}, {loads[1]} and {loads[2]} % of one contiguous copy" in text
     assert f"are stored at {stores[0]}, {stores[1]} and {stores[2]} %" in text
-
-
-CALLS = ("batch", "batch32", "batch64", "batch256", "loop")
-PEERS = (*CALLS, "kernel", "torch", "batch-copy")
 
 
 def test_kv_has_the_rates_of_engines_rows() -> None:
